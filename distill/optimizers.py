@@ -1,0 +1,93 @@
+"""The optimizers of a run behind one learning-rate factor."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sparksmith.draft.errors import UserError
+from sparksmith.draft.model import DSparkDraft
+
+OptimizerName = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """`adamw` for everything, or torch's Muon for the matrices of the backbone and AdamW for the
+    rest (embedding-like Markov tables, norms, confidence head)."""
+
+    name: OptimizerName = "adamw"
+    lr: float = 1e-3
+    muon_lr: float = 0.02
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(OptimizerName):
+            raise UserError(
+                "optimizer", self.name, "is unknown", f"Use one of {get_args(OptimizerName)}."
+            )
+        for name in ("lr", "muon_lr", "grad_clip"):
+            if not getattr(self, name) > 0:
+                raise UserError(name, getattr(self, name), "is not positive", "Use more than 0.")
+
+
+class Optimizers:
+    """One or two torch optimizers stepped together."""
+
+    def __init__(self, draft: DSparkDraft, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.parameters = [p for p in draft.parameters() if p.requires_grad]
+        matrices, rest = [], []
+        for name, parameter in draft.named_parameters():
+            backbone = name.startswith(("layers.", "fc."))
+            use_muon = settings.name == "muon" and backbone and parameter.ndim == 2
+            (matrices if use_muon else rest).append(parameter)
+        fused = all(p.device.type in ("cpu", "cuda") for p in rest)
+        self._all: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                rest,
+                lr=settings.lr,
+                betas=(0.9, 0.95),
+                weight_decay=settings.weight_decay,
+                fused=fused,
+            )
+        ]
+        if matrices:
+            self._all.append(
+                torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay)
+            )
+        self._rates = [[group["lr"] for group in one.param_groups] for one in self._all]
+
+    def step(self, factor: float) -> float:
+        """Clip, step with `factor` times each learning rate, clear; returns the gradient's norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip)
+        for optimizer, rates in zip(self._all, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the optimizers' states, under flat names, for a safetensors file."""
+        return {
+            f"optimizer.{number}.{index}.{key}": torch.as_tensor(value)
+            for number, optimizer in enumerate(self._all)
+            for index, state in optimizer.state_dict()["state"].items()
+            for key, value in state.items()
+            if value is not None
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `tensors` returned."""
+        for number, optimizer in enumerate(self._all):
+            state: dict[int, dict[str, Tensor]] = {}
+            for name, value in tensors.items():
+                if name.startswith(f"optimizer.{number}."):
+                    _, _, index, key = name.split(".", 3)
+                    state.setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict(
+                {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+            )

@@ -1,0 +1,289 @@
+"""The sizes and conventions of a DSpark draft, and their config.json form.
+
+The JSON form is the flat `Qwen3DSparkModel` layout that vLLM reads. Engines fill keys that are
+absent with silent defaults of a 4-billion-parameter model, so every size is written out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from sparksmith.draft.errors import UserError
+from sparksmith.draft.heads import MarkovHeadType
+
+ARCHITECTURE = "Qwen3DSparkModel"
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "block_size",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """A DSpark draft's sizes; all counts are positive.
+
+    `hidden_size` is the width of the draft and of the target's embedding and head;
+    `target_hidden_size` the width of one tapped layer output. `target_layer_ids` are 0-based
+    target layers, in the order in which their outputs are concatenated. `draft_vocab_size` is
+    smaller than `vocab_size` when the draft's vocabulary is reduced. `markov_rank` 0 leaves the
+    Markov head out. `is_causal` hides later slots of the block from earlier ones.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    target_hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    markov_rank: int
+    markov_head_type: MarkovHeadType = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    is_causal: bool = False
+    sample_from_anchor: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (*_SIZES, "draft_vocab_size", "target_hidden_size"):
+            _check_count(name, getattr(self, name), at_least=1)
+        _check_count("markov_rank", self.markov_rank, at_least=0)
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise UserError(name, value, "is not a positive number", "Copy the target's value.")
+        self._check_attention()
+        self._check_taps()
+        self._check_vocabulary()
+        self._check_heads()
+
+    def _check_attention(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                "num_attention_heads",
+                self.num_attention_heads,
+                f"is not a multiple of num_key_value_heads {self.num_key_value_heads}",
+                "Let each key/value head serve the same number of query heads.",
+            )
+        if self.head_dim % 2:
+            raise UserError("head_dim", self.head_dim, "is odd", "Rotary pairs need an even size.")
+
+    def _check_taps(self) -> None:
+        ids = self.target_layer_ids
+        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise UserError(
+                "target_layer_ids", ids, "names no target layers", "Give 0-based layer numbers."
+            )
+        if list(ids) != sorted(set(ids)):
+            raise UserError(
+                "target_layer_ids",
+                ids,
+                "is not strictly ascending",
+                "Features are concatenated in this order: list each layer once, ascending.",
+            )
+
+    def _check_vocabulary(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                "draft_vocab_size",
+                self.draft_vocab_size,
+                f"is larger than vocab_size {self.vocab_size}",
+                "Use vocab_size for the full vocabulary, or less for a reduced one.",
+            )
+        _check_count("mask_token_id", self.mask_token_id, at_least=0)
+        if self.mask_token_id >= self.vocab_size:
+            raise UserError(
+                "mask_token_id",
+                self.mask_token_id,
+                f"is outside the vocabulary of {self.vocab_size}",
+                "Use an id that the target's text never contains.",
+            )
+
+    def _check_heads(self) -> None:
+        if self.markov_head_type not in get_args(MarkovHeadType):
+            raise UserError(
+                "markov_head_type",
+                self.markov_head_type,
+                "is not a known Markov head",
+                f"Use one of {', '.join(get_args(MarkovHeadType))}.",
+            )
+        for name in (
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+            "is_causal",
+            "sample_from_anchor",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(name, getattr(self, name), "is not a boolean", "Use true or false.")
+        if (
+            self.enable_confidence_head
+            and self.confidence_head_with_markov
+            and not self.markov_rank
+        ):
+            raise UserError(
+                "confidence_head_with_markov",
+                True,
+                "needs the Markov head's embedding, and markov_rank is 0",
+                "Set it to false, or give a markov_rank.",
+            )
+        if not self.sample_from_anchor:
+            raise UserError(
+                "sample_from_anchor",
+                False,
+                "is the layout in which the anchor's slot predicts nothing",
+                "Use a draft trained to predict from the anchor (sample_from_anchor true).",
+            )
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The config.json of the `Qwen3DSparkModel` layout, without `dtype`."""
+        values = asdict(self)
+        theta = values.pop("rope_theta")
+        # Engines take an absent key for bidirectional, and a present one overrides all others.
+        causal = {"is_causal": True} if values.pop("is_causal") else {}
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            **values,
+            "target_layer_ids": list(self.target_layer_ids),
+            **causal,
+        }
+
+    @classmethod
+    def from_json_dict(cls, values: Mapping[str, Any]) -> "DSparkConfig":
+        """Read the `Qwen3DSparkModel` layout; UserError names the key that is missing or unfit.
+
+        Keys that mean nothing to the draft's computation (ids of special tokens, initialiser
+        ranges) are accepted and dropped; those that would change it are refused.
+        """
+        _refuse_other_computations(values)
+        markov_rank = _required(values, "markov_rank")
+        layers = _required(values, "target_layer_ids")
+        if not isinstance(layers, list):
+            raise UserError("target_layer_ids", layers, "is not a list", "Give a list of numbers.")
+        confidence = values.get("enable_confidence_head", False)
+        return cls(
+            **{name: _required(values, name) for name in _SIZES},
+            draft_vocab_size=values.get("draft_vocab_size") or _required(values, "vocab_size"),
+            rms_norm_eps=_required(values, "rms_norm_eps"),
+            rope_theta=_rope_theta(values),
+            target_hidden_size=values.get("target_hidden_size") or _required(values, "hidden_size"),
+            target_layer_ids=tuple(layers),
+            mask_token_id=_required(values, "mask_token_id"),
+            markov_rank=markov_rank,
+            markov_head_type=values.get("markov_head_type", "vanilla"),
+            enable_confidence_head=confidence,
+            confidence_head_with_markov=values.get("confidence_head_with_markov", False),
+            is_causal=_is_causal(values),
+            sample_from_anchor=values.get("sample_from_anchor", True),
+        )
+
+
+def _check_count(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise UserError(
+            name, value, "is not a valid count", f"Use an integer of {at_least} or more."
+        )
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
+    if key not in values:
+        raise UserError(
+            f"config.json {key}", None, "is missing", "Write the key: it has no safe default."
+        )
+    return values[key]
+
+
+def _refuse_other_computations(values: Mapping[str, Any]) -> None:
+    architectures = _required(values, "architectures")
+    if architectures != [ARCHITECTURE]:
+        raise UserError(
+            "config.json architectures",
+            architectures,
+            "is not a DSpark draft's",
+            f"Point at a folder whose architectures is [{ARCHITECTURE!r}].",
+        )
+    only = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "logit_scale": 1.0,
+        "is_neox_style": True,
+        "use_sliding_window": False,
+        "use_aux_hidden_state": True,
+    }
+    for key, wanted in only.items():
+        if values.get(key, wanted) != wanted:
+            raise UserError(
+                f"config.json {key}",
+                values[key],
+                "asks for a computation that this draft does not do",
+                f"Use a draft trained with {wanted!r}.",
+            )
+    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        raise UserError(
+            "config.json layer_types",
+            values["layer_types"],
+            "asks for sliding-window layers",
+            "Use a draft whose layers all are full_attention.",
+        )
+
+
+def _rope_theta(values: Mapping[str, Any]) -> float:
+    rope = values.get("rope_parameters")
+    if rope is None and "rope_theta" in values:
+        # transformers before 5 wrote the base at the top level.
+        rope = {"rope_theta": values["rope_theta"], **(values.get("rope_scaling") or {})}
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+        raise UserError(
+            "config.json rope_parameters",
+            rope,
+            "does not give rope_theta",
+            'Write {"rope_type": "default", "rope_theta": ...}.',
+        )
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        raise UserError(
+            "config.json rope_parameters.rope_type",
+            kind,
+            "is not supported for a draft",
+            "Use a draft with the default rotary embedding.",
+        )
+    theta: float = rope["rope_theta"]
+    return theta
+
+
+def _is_causal(values: Mapping[str, Any]) -> bool:
+    nested = values.get("dflash_config") or {}
+    causal = values.get("is_causal")
+    if causal is None:
+        causal = nested.get("causal", False)
+    if set(nested) - {"causal"}:
+        raise UserError(
+            "config.json dflash_config",
+            dict(nested),
+            "holds keys beside 'causal'",
+            "Use the flat Qwen3DSparkModel layout.",
+        )
+    return causal  # type: ignore[no-any-return]  # __post_init__ checks it

@@ -1,0 +1,1 @@
+"""Measure: workloads, traces, and what they say of acceptance, entropy and speed."""
