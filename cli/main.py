@@ -21,11 +21,13 @@ Distil a small DSpark draft from a target model, and measure what it gains one u
 A draft proposes tokens, the target verifies them in one pass: the text stays the target's own.
 """
 
-EPILOG = (
-    "[bold]generate[/] (the target answers prompts) -> [bold]train[/] (a draft learns from the "
-    "answers) -> [bold]eval[/] (acceptance and tokens/s by workload) -> [bold]decode[/] (watch "
-    "it)   |   [bold]demo[/] runs the whole path on a small model.   Example: sparksmith demo"
-)
+EPILOG = """
+[bold]generate[/] -> [bold]train[/] -> [bold]eval[/] -> [bold]decode[/]
+
+answers of the target -> a draft -> acceptance and tokens/s by workload -> watch it at work
+
+[bold]Example:[/] sparksmith demo runs the whole path on a small real model.
+"""
 
 app = typer.Typer(
     name="sparksmith",
@@ -56,11 +58,11 @@ def _globals(
     context: typer.Context,
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     del show_version, debug  # --version has exited; main() has read --debug
     if context.invoked_subcommand is None:

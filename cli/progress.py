@@ -122,7 +122,8 @@ class _MeterColumn(ProgressColumn):
 def _live(label: str, meter: Meter, console: Console) -> Iterator[Bar]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24))
     with Progress(*columns, _MeterColumn(meter), console=console) as display:
-        task = display.add_task(label, total=meter.total, completed=meter.done)
+        task = display.add_task(label, total=meter.total)
+        display.update(task, completed=meter.done)
         yield Bar(
             meter,
             show=lambda: display.update(task, completed=meter.done),

@@ -134,7 +134,7 @@ class OnlineFeatures:
         end = start + len(response.token_ids)
         rows = hidden[start:end]
         log_norm, threshold = [], []
-        for chunk in rows.split(512):
+        for chunk in torch.split(rows, 512):
             logits = self.target.model.get_output_embeddings()(chunk)
             _, _, norm, edge = nucleus(logits, self.sampling)
             log_norm.append(norm.float())
@@ -159,10 +159,10 @@ class _IdentityHead:
         self._forward = head.__dict__.get("forward")
 
     def __enter__(self) -> None:
-        self._head.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        self._head.forward = lambda hidden: hidden
 
     def __exit__(self, *_error: object) -> None:
         if self._forward is None:
             del self._head.forward
         else:
-            self._head.forward = self._forward  # type: ignore[method-assign]
+            self._head.forward = self._forward

@@ -105,7 +105,7 @@ class _ChunkedDistance(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         features: Tensor,
         head: Tensor,
@@ -140,7 +140,7 @@ class _ChunkedDistance(torch.autograd.Function):
         return total.to(features.dtype), overlap, negative_log, distance
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_total: Tensor, *_unused: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_features, *grad_bias = ctx.saved_tensors  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ def distillation_loss(
     hidden, markov = features
     head, bias_weight = weight
     joint = hidden if markov is None else torch.cat((hidden, markov), -1)
-    total, overlap, negative_log, distance = _ChunkedDistance.apply(
+    total, overlap, negative_log, distance = _ChunkedDistance.apply(  # type: ignore[no-untyped-call]
         joint, head, bias_weight, slots, target, (weights.ce, weights.tv, chunk)
     )
     return total, SlotStatistics(overlap=overlap, negative_log=negative_log, distance=distance)

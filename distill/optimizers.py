@@ -39,7 +39,8 @@ class Optimizers:
     def __init__(self, draft: DSparkDraft, settings: OptimizerSettings) -> None:
         self.settings = settings
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
-        matrices, rest = [], []
+        matrices: list[Tensor] = []
+        rest: list[Tensor] = []
         for name, parameter in draft.named_parameters():
             backbone = name.startswith(("layers.", "fc."))
             use_muon = settings.name == "muon" and backbone and parameter.ndim == 2

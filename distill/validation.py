@@ -67,7 +67,7 @@ def _block_acceptance(objective: Objective, batch: Batch) -> Tensor:
         weight = torch.cat((weight, draft.markov_head.markov_w2.weight), -1)
     slots, target = objective.slots(batch), objective.target_rows(batch)
     columns = []
-    for part in torch.arange(len(joint)).split(512):
+    for part in torch.split(torch.arange(len(joint)), 512):
         draft_logits = functional.linear(joint[part], weight).float()
         target_probs = target.probabilities(slots.positions[part])
         draft_probs = (draft_logits / objective.temperature).softmax(-1)

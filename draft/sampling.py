@@ -31,9 +31,7 @@ class Sampling:
         if self.top_k < 0:
             raise UserError("top_k", self.top_k, "is negative", "Use 0 to switch top-k off.")
         if not 0.0 < self.top_p <= 1.0:
-            raise UserError(
-                "top_p", self.top_p, "is outside (0, 1]", "Use 1 to switch top-p off."
-            )
+            raise UserError("top_p", self.top_p, "is outside (0, 1]", "Use 1 to switch top-p off.")
 
     @property
     def greedy(self) -> bool:

@@ -1,0 +1,1 @@
+"""Verify disposes: the target, the accept rules, and the decode loop that joins them."""

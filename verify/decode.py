@@ -5,7 +5,7 @@ step emits the target's own token. Both arms run the same target code and the sa
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,7 @@ from sparksmith.draft.errors import UserError
 from sparksmith.draft.proposal import Drafter, Proposal
 from sparksmith.draft.sampling import Sampling, probabilities
 from sparksmith.verify.accept import ACCEPT_RULES, Verdict
+from sparksmith.verify.response import DecodeResult, Step, collect
 from sparksmith.verify.target import TargetPass, TransformersTarget
 
 
@@ -38,9 +39,7 @@ class DecodeSettings:
         if self.max_new_tokens < 1:
             raise UserError("max_new_tokens", self.max_new_tokens, "is below 1", "Use 1 or more.")
         if self.num_tokens < 0:
-            raise UserError(
-                "num_tokens", self.num_tokens, "is negative", "Use 0 to draft nothing."
-            )
+            raise UserError("num_tokens", self.num_tokens, "is negative", "Use 0 to draft nothing.")
         if self.accept_rule not in ACCEPT_RULES:
             raise UserError(
                 "accept_rule",
@@ -48,48 +47,6 @@ class DecodeSettings:
                 "is not a known rule",
                 f"Use one of {', '.join(sorted(ACCEPT_RULES))}.",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one step added to the response; the prefill, which adds the first token, is step 0.
-
-    `draft_kept[i]` says whether `tokens[i]` was drafted and accepted, or is the target's own.
-    `accepted` counts kept tokens only: those after a stop token are not. The step took
-    `draft_seconds` + `verify_seconds`; the latter include choosing the tokens and rewinding.
-    """
-
-    number: int
-    tokens: list[int]
-    draft_kept: list[bool]
-    drafted: int
-    accepted: int
-    draft_seconds: float
-    verify_seconds: float
-    finish_reason: Literal["stop", "length"] | None = None
-    """Why the response ends here, None if it goes on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeResult:
-    """A response and the figures of its steps (lists by step, the prefill aside).
-
-    `token_ids` include the stop token. The seconds are the loop's own: a caller that takes its
-    time between two steps is not counted. Acceptance length, bonus counted, is
-    1 + sum(accepted) / len(accepted); tokens/s is (len(token_ids) - 1) / decode_seconds.
-    """
-
-    token_ids: list[int]
-    draft_kept: list[bool]
-    finish_reason: Literal["stop", "length", "interrupted"]
-    drafted: list[int]
-    accepted: list[int]
-    draft_seconds: list[float]
-    verify_seconds: list[float]
-    first_token_seconds: float
-    """From the start to the first token: the target's prefill, and not the drafter's."""
-    decode_seconds: float
-    """From the first token to the last; the drafter's own prefill is in it."""
 
 
 def decode(
@@ -126,24 +83,6 @@ def stream_decode(
     """
     _check_request(target, drafter, prompt_ids, settings)
     return _Request(target, drafter, prompt_ids, settings).steps()
-
-
-def collect(steps: Iterable[Step]) -> DecodeResult:
-    """The result of a response's steps, "interrupted" if the last of them is missing."""
-    steps = list(steps)
-    later = steps[1:]
-    reason = steps[-1].finish_reason if steps else None
-    return DecodeResult(
-        token_ids=[token for step in steps for token in step.tokens],
-        draft_kept=[kept for step in steps for kept in step.draft_kept],
-        finish_reason=reason or "interrupted",
-        drafted=[step.drafted for step in later],
-        accepted=[step.accepted for step in later],
-        draft_seconds=[step.draft_seconds for step in later],
-        verify_seconds=[step.verify_seconds for step in later],
-        first_token_seconds=steps[0].verify_seconds if steps else 0.0,
-        decode_seconds=sum(step.draft_seconds + step.verify_seconds for step in later),
-    )
 
 
 class _Request:
@@ -250,9 +189,7 @@ class _Request:
     def _choose(self, proposal: Proposal, result: TargetPass) -> Verdict:
         """Which drafted tokens stand, and the target's token after them."""
         target_probs = probabilities(result.logits, self._settings.sampling)
-        uniforms = torch.rand(
-            len(target_probs), dtype=torch.float64, generator=self._generator
-        )
+        uniforms = torch.rand(len(target_probs), dtype=torch.float64, generator=self._generator)
         return self._accept(target_probs, proposal.probs, proposal.tokens, uniforms)
 
     def _cut(self, emitted: list[int]) -> tuple[list[int], Literal["stop", "length"] | None]:

@@ -5,6 +5,7 @@ downloaded once by name and version, checked by SHA-256, dequantized by transfor
 that `from_pretrained` reads, and kept in the user's cache.
 """
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,11 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from sparksmith.draft.errors import UserError
@@ -187,41 +188,40 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    """Run `write_converted` in a process of its own: its memory and progress bars go with it."""
+    code = f"import sys; from {__name__} import write_converted as write; write(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(gguf), str(folder)]
+    environment = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        if "No space left on device" in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise RuntimeError(f"the embedded model cannot be converted:\n{done.stderr[-2000:]}")
+
+
+def write_converted(gguf: str, folder: str) -> None:
     """Write the GGUF's model, tokenizer and chat template as transformers does.
 
-    In float32: a Q4_1 value is scale * step + offset with float16 scale and offset, which
-    bfloat16 cannot hold.
+    In float32: a Q4_1 value is scale * step + offset with float16 scale and offset, and 4 in 5 of
+    them fall between the values of bfloat16.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-            )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-            # The weights are plain now, and saving refuses a model that calls itself quantized.
-            for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-                if name in vars(model):
-                    delattr(model, name)
-            if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    source, name = Path(gguf).parent, Path(gguf).name
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    # The weights are plain now, and saving refuses a model that calls itself quantized.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if attribute in vars(model):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _record(model: EmbeddedModel) -> dict[str, object]:
-    import torch
-    import transformers
-
     return {
         "name": MODEL_NAME,
         "license": "Apache-2.0",
@@ -229,7 +229,7 @@ def _record(model: EmbeddedModel) -> dict[str, object]:
         "wheel_sha256": WHEEL_SHA256,
         "file": GGUF,
         "dtype": "float32",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {name: version(name) for name in ("torch", "transformers", "gguf")},
         **{key: round(v, 1) for key, v in asdict(model).items() if key.endswith("_seconds")},
     }
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 ATTENTION = "sparksmith_rows"
 
 
-class RowLayer(CacheLayerMixin):
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values [rows, heads, capacity, dim] of one layer, written row by row."""
 
     def __init__(self, cache: "RowCache") -> None:
@@ -73,7 +73,7 @@ class RowCache:
         return len(self.lengths)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop every row but these, so that the last requests of a run are not padded to a batch."""
+        """Drop every row but these, so that a run's last requests do not carry a full batch."""
         self.lengths = self.lengths[rows]
         self.every_row = torch.arange(len(rows))
         for layer in self.cache.layers:

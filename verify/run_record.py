@@ -70,12 +70,18 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "threads": torch.get_num_threads(),
         "accelerators": [
             torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
         ],
     }
+
+
+def _cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _cpu_model() -> str:
@@ -124,7 +130,7 @@ class RunRecord:
         Raises UserError when the folder holds another run, naming what differs, or other files.
         """
         path = folder / RECORD_FILE
-        content = {
+        content: dict[str, Any] = {
             "version": RECORD_VERSION,
             "command": command,
             "settings": dict(settings),

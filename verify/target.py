@@ -263,7 +263,7 @@ def pack_linears(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = pack_weight(module.weight, module.bias)  # type: ignore[method-assign]
+            setattr(module, "forward", pack_weight(module.weight, module.bias))  # noqa: B010
 
 
 def _probe_tokens(target: TransformersTarget, count: int) -> Tensor:

@@ -1,0 +1,211 @@
+"""`sparksmith eval`: how many tokens a step accepts, and how fast one user's stream gets."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from sparksmith.cli.target import (
+    Device,
+    Dtype,
+    OpenTarget,
+    TargetChoice,
+    TargetName,
+    Threads,
+    TrustRemoteCode,
+    open_target,
+)
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.draft.model import DSparkDraft
+    from sparksmith.eval.prompt_sets import EvalPrompt
+
+EXAMPLE = "sparksmith eval --draft runs/draft/best --workload code --out runs/report"
+PROMPTS, DECODING = "Prompts", "Decoding (the same in both arms)"
+
+
+def evaluate(
+    draft: Annotated[str, typer.Option(help="Folder of a draft, or `ngram` for prompt lookup.")],
+    out: Annotated[Path, typer.Option(help="Folder for the traces and the reports.")],
+    target: TargetName = "embedded",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Packaged workload; repeat for several (default: all).", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of a public set's layout, or your own.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of each workload.", rich_help_panel=PROMPTS)
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy.", rich_help_panel=DECODING)
+    ] = 0.7,
+    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=DECODING)] = 0.95,
+    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=DECODING)] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="The longest response.", rich_help_panel=DECODING)
+    ] = 128,
+    num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-tokens",
+            "-k",
+            help="Tokens drafted a step (default: the draft's block).",
+            rich_help_panel=DECODING,
+        ),
+    ] = None,
+    accept_rule: Annotated[
+        str, typer.Option(help="block or standard.", rich_help_panel=DECODING)
+    ] = "block",
+    draft_top_p: Annotated[
+        float, typer.Option(help="The draft's own nucleus.", rich_help_panel=DECODING)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of all requests.", rich_help_panel=DECODING)] = 0,
+    lossless: Annotated[
+        int, typer.Option(help="Prompts of the check at temperature 0.", rich_help_panel=DECODING)
+    ] = 10,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    """Run the draft and plain decoding on the same prompts and write the report.
+
+    Exit code 1 when the texts at temperature 0 differ (ties aside).
+    """
+    from sparksmith.draft.sampling import Sampling
+    from sparksmith.verify.decode import DecodeSettings
+
+    chosen = chosen_prompts(workload, prompts or [], limit)
+    loaded = load(draft)
+    settings = DecodeSettings(
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        max_new_tokens=max_new_tokens,
+        num_tokens=num_tokens or (loaded.config.block_size if loaded else 4),
+        accept_rule=parse_rule(accept_rule),
+        seed=seed,
+    )
+    choice = TargetChoice(
+        name=target,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+    )
+    opened = open_target(choice, taps=loaded.config.target_layer_ids if loaded else ())
+    summary = run(
+        opened,
+        (draft, loaded),
+        chosen,
+        (settings, Sampling(temperature=temperature, top_p=draft_top_p)),
+        (out, lossless),
+    )
+    check = summary["losslessness"]
+    return 1 if check and check["differences"] else 0
+
+
+def chosen_prompts(
+    workloads: list[str] | None, files: list[Path], limit: int | None
+) -> "list[EvalPrompt]":
+    """Packaged workloads and files together; all packaged ones when nothing is named."""
+    from sparksmith.eval.prompt_sets import load_file, load_workloads
+
+    prompts = []
+    if workloads or not files:
+        prompts += load_workloads(workloads, limit=limit)
+    for file in files:
+        prompts += load_file(file, limit=limit)
+    return prompts
+
+
+def load(draft: str) -> "DSparkDraft | None":
+    """The draft in a folder; None for `ngram`."""
+    if draft == "ngram":
+        return None
+    import torch
+
+    from sparksmith.draft.checkpoint import load_draft
+
+    return load_draft(Path(draft), dtype=torch.float32)
+
+
+def parse_rule(name: str) -> Literal["block", "standard"]:
+    if name == "block" or name == "standard":
+        return name
+    raise UserError("--accept-rule", name, "is not known", "Use block or standard.")
+
+
+def run(
+    opened: OpenTarget,
+    draft: "tuple[str, DSparkDraft | None]",
+    prompts: "list[EvalPrompt]",
+    sampling: tuple[Any, Any],
+    place: tuple[Path, int],
+) -> dict[str, Any]:
+    """Everything after the options; returns the report's summary."""
+    from rich.console import Console
+
+    from sparksmith.cli import evaluating
+    from sparksmith.eval.evaluation import EvaluationSettings, check_prompts
+    from sparksmith.verify.run_record import RunRecord, fingerprint
+
+    (name, loaded), (settings, draft_sampling), (out, lossless) = draft, sampling, place
+    if loaded is not None:
+        evaluating.check_fit(loaded, opened.target, name)
+    tokens = evaluating.tokenised(opened.tokenizer, prompts)
+    check_prompts(opened.target, tokens, settings.max_new_tokens)
+    draft_record = {"name": name} if loaded is None else {"name": name, **fingerprint(Path(name))}
+    described = {
+        "target": opened.record["name"],
+        "draft": name,
+        "dtype": opened.record["dtype"],
+        "draft_top_p": draft_sampling.top_p,
+        "device": str(opened.target.device),
+    }
+    record = RunRecord.open(
+        out,
+        "eval",
+        settings=json.loads(json.dumps({**_plain(settings), **described, "lossless": lossless})),
+        inputs={
+            "target": opened.record,
+            "draft": draft_record,
+            "prompts": {"sha256": _prompts_hash(tokens), "count": len(tokens)},
+        },
+    )
+    with record:
+        evaluation = evaluating.Evaluation(
+            target=opened.target,
+            tokenizer=opened.tokenizer,
+            make_drafter=evaluating.drafter_maker(opened.target, loaded, draft_sampling.top_p),
+            prompts=tokens,
+            settings=EvaluationSettings(decode=settings, described=described),
+            lossless_prompts=lossless,
+        )
+        run_record = record.content["attempts"][-1]
+        about = {**described, "machine": run_record["machine"], "versions": run_record["versions"]}
+        summary, paths = evaluating.evaluate_and_report(evaluation, out, about, Console())
+        record.finish("complete", title=summary["title"], report=paths.html.name)
+    print(f"report: {paths.html}")
+    return summary
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    values = asdict(settings)
+    stop = values.pop("stop_token_ids")
+    return {**values, "stop_token_ids": None if stop is None else sorted(stop)}
+
+
+def _prompts_hash(prompts: Any) -> str:
+    import hashlib
+
+    text = json.dumps([[p.workload, p.prompt_id, p.token_ids] for p in prompts])
+    return hashlib.sha256(text.encode()).hexdigest()

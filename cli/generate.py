@@ -1,0 +1,294 @@
+"""`sparksmith generate`: prompts in, the target's responses out, as shards that resume."""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from sparksmith.cli.target import (
+    Device,
+    Dtype,
+    TargetChoice,
+    TargetName,
+    Threads,
+    TrustRemoteCode,
+)
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.cli.target import OpenTarget
+    from sparksmith.distill.generation import GenerationSettings
+    from sparksmith.distill.responses import TokenizedPrompt
+    from sparksmith.distill.shards import ShardWriter
+    from sparksmith.verify.prompts import Prompt
+    from sparksmith.verify.run_record import RunRecord
+
+EXAMPLE = "sparksmith generate --count 2000 --out runs/responses"
+PROMPTS, SAMPLING, OUTPUT = "Prompts (the packaged ones by default)", "Sampling", "Output"
+DEFAULT_COUNT = 2000
+
+
+def generate(
+    out: Annotated[
+        Path, typer.Option(help="Folder for the shards and run.json.", rich_help_panel=OUTPUT)
+    ],
+    target: TargetName = "embedded",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with messages, conversations, turns or prompt.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="A data set: NAME[:SPLIT[:COLUMN]].", rich_help_panel=PROMPTS),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Prompts to answer (default: all of a file, else {DEFAULT_COUNT}).",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(
+            help="Kinds of packaged prompts with weights, such as code=0.5,creative=0.5.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(help="Longer prompts are skipped.", rich_help_panel=PROMPTS)
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.7,
+    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=SAMPLING)] = 0.95,
+    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=SAMPLING)] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="The longest response.", rich_help_panel=SAMPLING)
+    ] = 256,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of the prompts drawn and of the sampling.", rich_help_panel=SAMPLING),
+    ] = 0,
+    shard_format: Annotated[
+        str, typer.Option("--format", help="jsonl or parquet.", rich_help_panel=OUTPUT)
+    ] = "jsonl",
+    rows_per_shard: Annotated[
+        int, typer.Option(help="Responses in a shard.", rich_help_panel=OUTPUT)
+    ] = 2000,
+    batch_size: Annotated[
+        int, typer.Option(help="Responses under way at once.", rich_help_panel=SAMPLING)
+    ] = 64,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Let the target answer prompts; a draft learns from the answers.
+
+    Stop it whenever you like: the same command goes on where it was, and a larger --count adds to
+    what is there.
+    """
+    from sparksmith.distill.generation import GenerationSettings
+    from sparksmith.draft.sampling import Sampling
+
+    check_at_least_one(count=count, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_at_least_one(rows_per_shard=rows_per_shard, max_prompt_tokens=max_prompt_tokens)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    source = PromptSource(prompts=prompts, dataset=dataset, count=count, mix=mix, seed=seed)
+    run(
+        TargetChoice(
+            name=target,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+        ),
+        source,
+        GenerationSettings(
+            sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed
+        ),
+        ShardChoice(
+            folder=out, shard_format=parse_format(shard_format), rows_per_shard=rows_per_shard
+        ),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardChoice:
+    """Where responses go, and in which form."""
+
+    folder: Path
+    shard_format: Literal["jsonl", "parquet"]
+    rows_per_shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """One of three sources of prompts, checked when made; `mix` is the command line's text."""
+
+    prompts: Path | None
+    dataset: str | None
+    count: int | None
+    mix: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.prompts and self.dataset:
+            raise UserError("--dataset", self.dataset, "and --prompts are both given", "Give one.")
+        if self.mix and (self.prompts or self.dataset):
+            raise UserError("--mix", self.mix, "is for the packaged prompts only", "Leave it out.")
+
+    def read(self) -> "list[Prompt]":
+        from sparksmith.distill import prompt_sources
+
+        if self.prompts:
+            return prompt_sources.file_prompts(self.prompts, self.count)
+        count = self.count or DEFAULT_COUNT
+        if self.dataset:
+            return prompt_sources.dataset_prompts(
+                prompt_sources.DatasetColumn.parse(self.dataset), count
+            )
+        return prompt_sources.packaged_prompts(count, seed=self.seed, mix=parse_mix(self.mix))
+
+    def record(self) -> dict[str, Any]:
+        """What identifies the source; the count does not, since a longer run begins alike."""
+        from sparksmith.verify.run_record import fingerprint
+
+        if self.prompts:
+            return fingerprint(self.prompts)
+        return {"dataset": self.dataset} if self.dataset else {"packaged": self.mix or "default"}
+
+
+def run(
+    choice: TargetChoice,
+    source: PromptSource,
+    settings: "GenerationSettings",
+    shards: ShardChoice,
+    *,
+    max_prompt_tokens: int,
+) -> None:
+    """Everything after the options: all checks come before the first token."""
+    from sparksmith.cli.target import open_target
+    from sparksmith.distill.responses import check_lengths, tokenize_prompts
+    from sparksmith.distill.shards import ShardWriter
+    from sparksmith.verify.run_record import RunRecord
+
+    found = source.read()
+    opened = open_target(choice)
+    check_lengths(
+        opened.target,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    kept, skipped = tokenize_prompts(opened.tokenizer, found, max_prompt_tokens=max_prompt_tokens)
+    record = RunRecord.open(
+        shards.folder,
+        "generate",
+        settings={
+            **asdict(settings.sampling),
+            "max_new_tokens": settings.max_new_tokens,
+            "max_prompt_tokens": max_prompt_tokens,
+            "seed": settings.seed,
+        },
+        inputs={"target": opened.record, "prompts": source.record()},
+        conditions={
+            "count": len(found),
+            "batch_size": settings.batch_size,
+            "format": shards.shard_format,
+        },
+    )
+    with record:
+        writer = ShardWriter(
+            shards.folder, shards.shard_format, rows_per_shard=shards.rows_per_shard
+        )
+        _say(f"{len(kept)} prompts, {len(writer.written)} answered already")
+        if skipped:
+            _say(f"{skipped} skipped: longer than {max_prompt_tokens} tokens")
+        seconds = _generate(opened, kept, settings, writer)
+        _finish(record, shards.folder, skipped, seconds)
+
+
+def _generate(
+    opened: "OpenTarget",
+    kept: "list[TokenizedPrompt]",
+    settings: "GenerationSettings",
+    writer: "ShardWriter",
+) -> float:
+    from sparksmith.cli.progress import progress
+    from sparksmith.distill.responses import generate_responses
+
+    done = sum(prompt.prompt.prompt_id in writer.written for prompt in kept)
+    with progress("generate", total=len(kept), unit="responses", done=done) as bar:
+        generate_responses(
+            opened.target,
+            opened.tokenizer,
+            kept,
+            settings,
+            writer,
+            on_progress=lambda responses, tokens: bar.advance(responses, tokens=tokens),
+        )
+        return bar.meter.seconds
+
+
+def _finish(record: "RunRecord", folder: Path, skipped: int, seconds: float) -> None:
+    """Count what lies in the folder, of this attempt and of those before it."""
+    from sparksmith.distill.responses import count_responses
+    from sparksmith.distill.shards import read_responses, shard_paths
+    from sparksmith.draft.files import sha256_of
+
+    counts = count_responses(read_responses(folder))
+    hashes = {path.name: sha256_of(path) for path in shard_paths(folder)}
+    record.finish(
+        "complete",
+        **asdict(counts),
+        skipped_prompts=skipped,
+        seconds_of_last_attempt=round(seconds, 1),
+        shards=hashes,
+    )
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.finish_reasons.items())
+    print(
+        f"{counts.responses} responses ({reasons}), {counts.tokens} tokens, "
+        f"{len(hashes)} shards in {folder}"
+    )
+
+
+def check_at_least_one(**options: int | None) -> None:
+    """UserError for the first option below 1; None is not given."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}", value, "is below 1", "Use 1 or more.")
+
+
+def parse_mix(text: str | None) -> dict[str, float] | None:
+    """Weights from KIND=WEIGHT,KIND=WEIGHT; the kinds are checked where they are used."""
+    if text is None:
+        return None
+    mix = {}
+    for part in text.split(","):
+        kind, _, weight = part.partition("=")
+        try:
+            mix[kind.strip()] = float(weight)
+        except ValueError:
+            raise UserError(
+                "--mix", text, f"has the part {part!r}", "Write code=0.5,creative=0.5."
+            ) from None
+    return mix
+
+
+def parse_format(text: str) -> Literal["jsonl", "parquet"]:
+    if text == "jsonl":
+        return "jsonl"
+    if text == "parquet":
+        return "parquet"
+    raise UserError("--format", text, "is not known", "Use jsonl or parquet.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,69 @@
+"""Responses that `sparksmith generate` wrote, with the settings they were sampled under."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.distill.generation import Response
+    from sparksmith.draft.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """Responses, their sampling, and what identifies them in a later run's record."""
+
+    responses: "list[Response]"
+    sampling: "Sampling"
+    record: dict[str, Any]
+    target: dict[str, Any]
+
+
+def read_generated(folder: Path) -> Generated:
+    """Read a folder of responses, finished or not.
+
+    Raises UserError when it holds none or is not a run of `generate`.
+    """
+    from sparksmith.distill.generation import Response
+    from sparksmith.distill.shards import read_responses, shard_paths
+    from sparksmith.draft.files import sha256_of
+    from sparksmith.draft.sampling import Sampling
+    from sparksmith.verify.run_record import read_record
+
+    record = read_record(folder)
+    if record["command"] != "generate":
+        raise UserError(
+            "--responses",
+            str(folder),
+            f"is a run of {record['command']!r}",
+            "Give the folder that `sparksmith generate` wrote.",
+        )
+    settings = record["settings"]
+    responses = [
+        Response(
+            request_id=row.request_id,
+            prompt_ids=row.prompt_ids,
+            token_ids=row.token_ids,
+            finish_reason=row.finish_reason,
+        )
+        for row in read_responses(folder)
+    ]
+    return Generated(
+        responses=responses,
+        sampling=Sampling(
+            temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"]
+        ),
+        record={
+            "responses": len(responses),
+            "sha256": _together(sha256_of(path) for path in shard_paths(folder)),
+        },
+        target=record["inputs"]["target"],
+    )
+
+
+def _together(hashes: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -1,0 +1,123 @@
+"""The target that a command was given: the embedded one, a folder, or a name on the Hub."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from sparksmith.verify.target import TransformersTarget
+
+TARGET_PANEL = "Target"
+
+TargetName = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help="A transformers folder, a name on the Hub, or `embedded` (SmolLM2-135M-Instruct).",
+        rich_help_panel=TARGET_PANEL,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16 or float16; auto is bfloat16 where the device has it.",
+        rich_help_panel=TARGET_PANEL,
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="Where the target runs: cpu or cuda.", rich_help_panel=TARGET_PANEL)
+]
+Threads = Annotated[
+    int, typer.Option(help="CPU threads; 0 leaves torch's choice.", rich_help_panel=TARGET_PANEL)
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that the checkpoint brings. Read it first.",
+        rich_help_panel=TARGET_PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetChoice:
+    """The options above, as given."""
+
+    name: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenTarget:
+    """A loaded target; `record` identifies it in run.json and traces."""
+
+    target: "TransformersTarget"
+    tokenizer: "PreTrainedTokenizerBase"
+    record: dict[str, Any]
+
+
+def open_target(choice: TargetChoice, *, taps: "Sequence[int]" = ()) -> OpenTarget:
+    """Load the target, fetching the embedded one first if it is not in the cache.
+
+    Raises UserError as `verify.loading.load_target` and `verify.embedded.fetch_embedded` do.
+    """
+    import torch
+
+    from sparksmith.cli.quiet import quiet_libraries
+    from sparksmith.draft.errors import UserError
+    from sparksmith.verify.loading import load_target
+    from sparksmith.verify.run_record import fingerprint
+
+    if choice.threads < 0:
+        raise UserError("--threads", choice.threads, "is negative", "Use 0 for torch's choice.")
+    if choice.threads:
+        torch.set_num_threads(choice.threads)
+    quiet_libraries()
+    path = resolve(choice.name)
+    target, tokenizer = load_target(
+        path,
+        dtype=choice.dtype,
+        taps=taps,
+        trust_remote_code=choice.trust_remote_code,
+        device=choice.device,
+    )
+    if Path(path).is_dir():
+        record = {"name": choice.name, **fingerprint(Path(path))}
+    else:
+        commit = getattr(target.model.config, "_commit_hash", None)
+        record = {"name": choice.name, "commit": commit}
+    record["dtype"] = str(target.dtype).removeprefix("torch.")
+    return OpenTarget(target=target, tokenizer=tokenizer, record=record)
+
+
+def resolve(name: str) -> str:
+    """The folder of the embedded target, made if need be; any other name as it is."""
+    from sparksmith.verify.embedded import TARGET_NAME
+
+    return str(fetch_with_progress().path) if name == TARGET_NAME else name
+
+
+def fetch_with_progress() -> "Any":
+    """`verify.embedded.fetch_embedded` with its stages and times on the terminal."""
+    from sparksmith.cli.progress import duration, progress
+    from sparksmith.verify.embedded import MODEL_NAME, RECORD, embedded_path, fetch_embedded
+
+    if (embedded_path() / RECORD).is_file():
+        return fetch_embedded()
+    with progress(f"{MODEL_NAME}", total=100, unit="%") as bar:
+        model = fetch_embedded(lambda stage, part: bar.at(100 * part, note=stage))
+        bar.say(
+            f"{MODEL_NAME}: fetched in {duration(model.fetch_seconds)}, converted in "
+            f"{duration(model.convert_seconds)}, kept in {model.path}"
+        )
+    return model

@@ -1,0 +1,228 @@
+"""A target and its tokenizer from a folder or the Hugging Face Hub, and prompts for it.
+
+Weights come from safetensors only, and code from a checkpoint runs only if its user says so.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from sparksmith.draft.errors import UserError
+from sparksmith.verify.target import TransformersTarget, pack_linears
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_target(
+    name_or_path: str | Path,
+    *,
+    dtype: str = "auto",
+    taps: Sequence[int] = (),
+    trust_remote_code: bool = False,
+    device: str = "cpu",
+) -> tuple[TransformersTarget, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready to decode.
+
+    `dtype` "auto" is bfloat16 where the device multiplies it natively, else float32. On a CPU the
+    linear layers are packed (`pack_linears`), which holds their weights twice. Raises UserError
+    for what cannot be found, read or served exactly: no such folder or repository, no safetensors
+    weights, missing or misshapen weights, code that was not trusted, an unknown architecture, a
+    tokenizer that does not fit, states that do not come back after rejected tokens.
+    """
+    name = str(name_or_path)
+    torch_dtype = _dtype(dtype, _device(device))
+    _check_folder(Path(name))
+    config = _config(name, trust_remote_code)
+    model = _model(name, config, torch_dtype, trust_remote_code).to(device)
+    tokenizer = _tokenizer(name, trust_remote_code)
+    if device == "cpu":
+        pack_linears(model)
+    target = TransformersTarget(model, taps)
+    if len(tokenizer) > target.vocab_size:
+        raise UserError(
+            "target",
+            name,
+            f"has a tokenizer of {len(tokenizer)} words and a head of {target.vocab_size}",
+            "Use the tokenizer that belongs to the weights.",
+        )
+    target.check_rewind()
+    return target, tokenizer
+
+
+def num_layers(name_or_path: str | Path, trust_remote_code: bool = False) -> int:
+    """The target's depth, from its configuration alone."""
+    name = str(name_or_path)
+    _check_folder(Path(name))
+    config = _config(name, trust_remote_code).get_text_config(decoder=True)
+    return int(config.num_hidden_layers)
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
+    """Token ids of a conversation, up to where the target's answer begins.
+
+    `messages` are {"role", "content"} (see `verify.prompts`). With a chat template: its rendering
+    with the generation prompt. Without one: the contents joined by blank lines, with a warning.
+    Raises UserError where the template does not take such a conversation.
+    """
+    if tokenizer.chat_template is None:
+        warnings.warn(
+            "the tokenizer has no chat template: the messages are joined as plain text",
+            UserWarning,
+            stacklevel=2,
+        )
+        text = "\n\n".join(message["content"] for message in messages)
+        return list(tokenizer(text)["input_ids"])
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+    except (TemplateError, ValueError) as error:
+        raise UserError(
+            "messages",
+            [message["role"] for message in messages],
+            f"are not a conversation the target's chat template takes ({error})",
+            "Use the roles and the order that its model card shows.",
+        ) from None
+    # The template writes the special tokens itself.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _device(device: str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        raise UserError("device", device, "is not a device", 'Use "cpu" or "cuda".') from None
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device", device, "is not there, as torch sees it", 'Use "cpu".')
+    return parsed
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UserError("dtype", dtype, "is not known", f"Use one of {', '.join(DTYPES)}.")
+    if dtype != "auto":
+        named: torch.dtype = getattr(torch, dtype)
+        return named
+    # A CPU without bfloat16 products converts every weight on every pass.
+    native = device.type != "cpu" or (
+        hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+    return torch.bfloat16 if native else torch.float32
+
+
+def _check_folder(folder: Path) -> None:
+    """What can be said of a local checkpoint before it is read; other names are the Hub's."""
+    name = str(folder)
+    if not folder.exists():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise UserError("target", name, "does not exist", "Check the path.")
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            "target",
+            name,
+            "holds no config.json",
+            "Give the folder of a transformers checkpoint.",
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            "target",
+            name,
+            "holds no *.safetensors weights; pickled weights are not loaded",
+            "Convert it: load it with transformers and save_pretrained it.",
+        )
+
+
+def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise _not_found(name, error) from None
+    except ValueError as error:
+        # transformers names both cases in its first sentence: code, or an unknown architecture.
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                "target",
+                name,
+                "needs code from its own repository",
+                "Read that code, then allow it with trust_remote_code.",
+            ) from None
+        raise UserError(
+            "target",
+            name,
+            f"is not a model this transformers knows ({_first_line(error)})",
+            "Upgrade transformers, or use another model.",
+        ) from None
+
+
+def _model(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise _not_found(name, error) from None
+    except ValueError as error:
+        raise UserError(
+            "target",
+            name,
+            f"is not a causal language model ({_first_line(error)})",
+            "Use a decoder-only language model.",
+        ) from None
+    # transformers would fill these with random numbers.
+    bad: list[Any] = [*info["missing_keys"], *info["mismatched_keys"]]
+    if bad:
+        raise UserError(
+            "target",
+            name,
+            f"lacks weights, or has them in another shape: {', '.join(map(str, bad[:3]))}",
+            "Fetch the checkpoint again.",
+        )
+    return model
+
+
+def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "target",
+            name,
+            f"has no tokenizer that can be read ({_first_line(error)})",
+            "Put the tokenizer's files beside the weights.",
+        ) from None
+
+
+def _not_found(name: str, error: OSError) -> UserError:
+    return UserError(
+        "target",
+        name,
+        f"is neither a folder here nor given by the Hugging Face Hub ({_first_line(error)})",
+        "Check the spelling, the network and, for a gated model, your login.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
