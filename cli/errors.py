@@ -35,6 +35,11 @@ def report(error: BaseException) -> int:
     return FAILED
 
 
+def format_warning(message: Warning | str, *_place: object, **_line: object) -> str:
+    """A warning as one line, without the place in the code that --debug shows."""
+    return f"warning: {message}\n"
+
+
 def from_system(error: BaseException) -> UserError | None:
     """The user's side of an error of the operating system, None when it is not one.
 

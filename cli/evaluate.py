@@ -139,8 +139,10 @@ def load(draft: str) -> "DSparkDraft | None":
 
 
 def parse_rule(name: str) -> Literal["block", "standard"]:
-    if name == "block" or name == "standard":
-        return name
+    if name == "block":
+        return "block"
+    if name == "standard":
+        return "standard"
     raise UserError("--accept-rule", name, "is not known", "Use block or standard.")
 
 

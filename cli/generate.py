@@ -61,8 +61,12 @@ def generate(
         ),
     ] = None,
     max_prompt_tokens: Annotated[
-        int, typer.Option(help="Longer prompts are skipped.", rich_help_panel=PROMPTS)
-    ] = 512,
+        int | None,
+        typer.Option(
+            help="Longer prompts are skipped (default: 512, or what the context leaves).",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)
     ] = 0.7,
@@ -91,8 +95,9 @@ def generate(
 ) -> None:
     """Let the target answer prompts; a draft learns from the answers.
 
-    Stop it whenever you like: the same command goes on where it was, and a larger --count adds to
-    what is there.
+    Stop it at any moment: the same command goes on where it was.
+
+    A larger --count adds to what is there.
     """
     from sparksmith.distill.generation import GenerationSettings
     from sparksmith.draft.sampling import Sampling
@@ -172,29 +177,25 @@ def run(
     settings: "GenerationSettings",
     shards: ShardChoice,
     *,
-    max_prompt_tokens: int,
+    max_prompt_tokens: int | None,
 ) -> None:
     """Everything after the options: all checks come before the first token."""
     from sparksmith.cli.target import open_target
-    from sparksmith.distill.responses import check_lengths, tokenize_prompts
+    from sparksmith.distill.responses import prompt_limit, tokenize_prompts
     from sparksmith.distill.shards import ShardWriter
     from sparksmith.verify.run_record import RunRecord
 
     found = source.read()
     opened = open_target(choice)
-    check_lengths(
-        opened.target,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=settings.max_new_tokens,
-    )
-    kept, skipped = tokenize_prompts(opened.tokenizer, found, max_prompt_tokens=max_prompt_tokens)
+    limit = prompt_limit(opened.target, max_prompt_tokens, max_new_tokens=settings.max_new_tokens)
+    kept, skipped = tokenize_prompts(opened.tokenizer, found, max_prompt_tokens=limit)
     record = RunRecord.open(
         shards.folder,
         "generate",
         settings={
             **asdict(settings.sampling),
             "max_new_tokens": settings.max_new_tokens,
-            "max_prompt_tokens": max_prompt_tokens,
+            "max_prompt_tokens": limit,
             "seed": settings.seed,
         },
         inputs={"target": opened.record, "prompts": source.record()},
@@ -210,8 +211,12 @@ def run(
         )
         _say(f"{len(kept)} prompts, {len(writer.written)} answered already")
         if skipped:
-            _say(f"{skipped} skipped: longer than {max_prompt_tokens} tokens")
-        seconds = _generate(opened, kept, settings, writer)
+            _say(f"{skipped} skipped: longer than {limit} tokens")
+        try:
+            seconds = _generate(opened, kept, settings, writer)
+        except KeyboardInterrupt:
+            _say(f"stopped with {len(writer.written)} answered; the same command goes on from here")
+            raise
         _finish(record, shards.folder, skipped, seconds)
 
 
@@ -222,7 +227,7 @@ def _generate(
     writer: "ShardWriter",
 ) -> float:
     from sparksmith.cli.progress import progress
-    from sparksmith.distill.responses import generate_responses
+    from sparksmith.distill.responses import Watch, generate_responses
 
     done = sum(prompt.prompt.prompt_id in writer.written for prompt in kept)
     with progress("generate", total=len(kept), unit="responses", done=done) as bar:
@@ -232,7 +237,7 @@ def _generate(
             kept,
             settings,
             writer,
-            on_progress=lambda responses, tokens: bar.advance(responses, tokens=tokens),
+            Watch(on_progress=lambda responses, tokens: bar.advance(responses, tokens=tokens)),
         )
         return bar.meter.seconds
 

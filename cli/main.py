@@ -5,26 +5,26 @@ Exit codes: 0 fine; 1 a check failed, or sparksmith did; 2 something that the us
 """
 
 import sys
+import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
-from sparksmith.cli import errors, generate
+from sparksmith.cli import decode, demo, errors, evaluate, generate, train
 
-START, PATH, USE = "Start here", "The path of work, in order", "Watch one answer"
+START, PATH = "Start here", "The path of work, in order"
 
 HELP = """
-Distil a small DSpark draft from a target model, and measure what it gains one user's stream.
+Distil a small DSpark draft from a target model, and measure what it gains.
 
-A draft proposes tokens, the target verifies them in one pass: the text stays the target's own.
+The draft proposes tokens and the target verifies them: the text stays the target's.
 """
 
 EPILOG = """
 [bold]generate[/] -> [bold]train[/] -> [bold]eval[/] -> [bold]decode[/]
 
-answers of the target -> a draft -> acceptance and tokens/s by workload -> watch it at work
+the target's answers -> a draft -> acceptance and tokens/s -> one answer, watched
 
 [bold]Example:[/] sparksmith demo runs the whole path on a small real model.
 """
@@ -44,11 +44,17 @@ def add(name: str, command: Callable[..., Any], *, panel: str, example: str) -> 
     app.command(name, rich_help_panel=panel, epilog=f"[bold]Example:[/] {example}")(command)
 
 
+add("demo", demo.demo, panel=START, example=demo.EXAMPLE)
 add("generate", generate.generate, panel=PATH, example=generate.EXAMPLE)
+add("train", train.train, panel=PATH, example=train.EXAMPLE)
+add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
+add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"sparksmith {version('sparksmith')}")
         raise typer.Exit
 
@@ -73,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line `arguments` (by default the process's own) and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(arguments)
+    if not debug:
+        warnings.formatwarning = errors.format_warning
     try:
         code = app(args=arguments, prog_name="sparksmith", standalone_mode=False)
         return code if isinstance(code, int) else 0

@@ -63,7 +63,7 @@ class Meter:
         parts = [f"{self.done:,.0f}{of} {self.unit}".rstrip()]
         if self.tokens:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if self.seconds_left is not None:
+        if self.seconds_left:
             parts.append(f"{duration(self.seconds_left)} left")
         if self.note:
             parts.append(self.note)
@@ -127,7 +127,9 @@ def _live(label: str, meter: Meter, console: Console) -> Iterator[Bar]:
         yield Bar(
             meter,
             show=lambda: display.update(task, completed=meter.done),
-            say=lambda text: display.console.print(text, highlight=False),
+            say=lambda text: display.console.print(
+                text, highlight=False, markup=False, soft_wrap=True
+            ),
         )
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from sparksmith.verify.embedded import EmbeddedModel
     from sparksmith.verify.target import TransformersTarget
 
 TARGET_PANEL = "Target"
@@ -66,8 +67,12 @@ class OpenTarget:
     record: dict[str, Any]
 
 
-def open_target(choice: TargetChoice, *, taps: "Sequence[int]" = ()) -> OpenTarget:
+def open_target(
+    choice: TargetChoice, *, taps: "Sequence[int]" = (), identify: bool = True
+) -> OpenTarget:
     """Load the target, fetching the embedded one first if it is not in the cache.
+
+    `identify` False spares the hash of its files, where nothing is recorded.
 
     Raises UserError as `verify.loading.load_target` and `verify.embedded.fetch_embedded` do.
     """
@@ -91,7 +96,10 @@ def open_target(choice: TargetChoice, *, taps: "Sequence[int]" = ()) -> OpenTarg
         trust_remote_code=choice.trust_remote_code,
         device=choice.device,
     )
-    if Path(path).is_dir():
+    record: dict[str, Any]
+    if not identify:
+        record = {"name": choice.name}
+    elif Path(path).is_dir():
         record = {"name": choice.name, **fingerprint(Path(path))}
     else:
         commit = getattr(target.model.config, "_commit_hash", None)
@@ -107,14 +115,14 @@ def resolve(name: str) -> str:
     return str(fetch_with_progress().path) if name == TARGET_NAME else name
 
 
-def fetch_with_progress() -> "Any":
+def fetch_with_progress() -> "EmbeddedModel":
     """`verify.embedded.fetch_embedded` with its stages and times on the terminal."""
     from sparksmith.cli.progress import duration, progress
     from sparksmith.verify.embedded import MODEL_NAME, RECORD, embedded_path, fetch_embedded
 
     if (embedded_path() / RECORD).is_file():
         return fetch_embedded()
-    with progress(f"{MODEL_NAME}", total=100, unit="%") as bar:
+    with progress(MODEL_NAME, total=100, unit="%") as bar:
         model = fetch_embedded(lambda stage, part: bar.at(100 * part, note=stage))
         bar.say(
             f"{MODEL_NAME}: fetched in {duration(model.fetch_seconds)}, converted in "

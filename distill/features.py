@@ -9,22 +9,27 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from sparksmith.distill.generation import Response, SampleFeatures, nucleus
+from sparksmith.distill.generation import Response, SampleFeatures
+from sparksmith.distill.nucleus import nucleus
 from sparksmith.distill.samples import TrainingSample
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.sampling import Sampling
 from sparksmith.verify.target import TransformersTarget
 
 
 def feature_bytes_per_token(target: TransformersTarget) -> int:
-    """Memory of one cached position: taps and final state in bfloat16, two float32 scalars."""
-    return 2 * target.hidden_size * (len(target.recorder.taps) + 1) + 8
+    """Memory of one cached position of a response: taps and final state in bfloat16, two float32
+    scalars, the token. (A prompt's positions have no final state and no scalars.)"""
+    return 2 * target.hidden_size * (len(target.recorder.taps) + 1) + 16
 
 
 class OnlineFeatures:
     """Hands out training samples of responses, computing features where they are not yet known.
 
     Features are kept in memory while they fit into `cache_bytes` and computed again otherwise, so
-    a later epoch costs no target pass when there is room.
+    a later epoch costs no target pass when there is room. `take` runs the target on one response
+    at a time, since its rounding depends on what stands beside it, and a resumed run must see the
+    bits that it saw before; `fill`, called once at the start, packs passes of `tokens_per_pass`.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class OnlineFeatures:
         self._cached: dict[int, TrainingSample] = {}
         self._room = cache_bytes
         self._per_pass = tokens_per_pass
-        self._head_input: Tensor | None = None
+        require_plain_head(target)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -55,34 +60,42 @@ class OnlineFeatures:
     def take(self, indices: Sequence[int]) -> list[TrainingSample]:
         """The samples of `indices`, in order."""
         found: dict[int, TrainingSample] = {}
-        missing = []
         for index in dict.fromkeys(indices):
-            if index in self._cached:
-                found[index] = self._cached[index]
-            elif self.responses[index].features is not None:
-                found[index] = TrainingSample.of(self.responses[index])
-            else:
-                missing.append(index)
-        for group in self._passes(missing):
-            for index, sample in zip(group, self._prefill(group), strict=True):
-                found[index] = sample
-                self._keep(index, sample)
+            sample = self._known(index)
+            if sample is None:
+                (sample,) = self._prefill([index])
+                if self._fits(sample):
+                    self._keep(index, sample)
+            found[index] = sample
         return [found[index] for index in indices]
 
     def fill(self, on_samples: Callable[[int], None] = lambda count: None) -> None:
-        """Compute the features that fit into memory now; `on_samples` hears how many are done."""
-        for group in self._passes([i for i in range(len(self)) if i not in self._cached]):
-            if self._room <= 0:
-                return
-            if any(self.responses[index].features is None for index in group):
-                self.take(group)
+        """Compute the features that fit into memory now, shortest responses first; `on_samples`
+        hears how many are done."""
+        unknown = [index for index in range(len(self)) if self._known(index) is None]
+        for group in self._passes(unknown):
+            for index, sample in zip(group, self._prefill(group), strict=True):
+                if not self._fits(sample):
+                    return
+                self._keep(index, sample)
             on_samples(len(group))
 
+    def _known(self, index: int) -> TrainingSample | None:
+        """The sample if its features are in memory, those captured in generation included."""
+        if index in self._cached:
+            return self._cached[index]
+        captured = self.responses[index].features
+        # Of another temperature or truncation they describe another distribution.
+        if captured is None or captured.sampling not in (None, self.sampling):
+            return None
+        return TrainingSample.of(self.responses[index])
+
+    def _fits(self, sample: TrainingSample) -> bool:
+        return sample.num_bytes <= self._room
+
     def _keep(self, index: int, sample: TrainingSample) -> None:
-        size = feature_bytes_per_token(self.target) * len(sample.tokens)
-        if self._room >= size:
-            self._room -= size
-            self._cached[index] = sample
+        self._room -= sample.num_bytes
+        self._cached[index] = sample
 
     def _passes(self, indices: list[int]) -> Iterator[list[int]]:
         """Groups of similar length, each of at most `tokens_per_pass` padded tokens."""
@@ -106,28 +119,27 @@ class OnlineFeatures:
             tokens[row, : len(sequence)] = sequence
         hidden = self._run(tokens)
         taps = self.target.recorder.take()
-        assert taps is not None
+        assert taps is not None, "the target has no taps"
         return [
             self._sample(response, taps[row], hidden[row]) for row, response in enumerate(responses)
         ]
 
     def _run(self, tokens: Tensor) -> Tensor:
-        """The head's input [B, S, H]; the logits of one position only are computed with it."""
+        """The head's input [B, S, H]; the head itself is applied later, where it is needed."""
+        inputs: list[Tensor] = []
 
-        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._head_input = inputs[0]
+        def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs.append(args[0])
 
         head = self.target.model.get_output_embeddings()
         hook = head.register_forward_pre_hook(keep)
         try:
             every = torch.arange(tokens.shape[1], device=tokens.device)
-            # The head itself is applied below, to response positions only.
             with _IdentityHead(head):
                 self.target.model(input_ids=tokens, use_cache=False, logits_to_keep=every)
         finally:
             hook.remove()
-        assert self._head_input is not None
-        return self._head_input
+        return inputs[0]
 
     def _sample(self, response: Response, taps: Tensor, hidden: Tensor) -> TrainingSample:
         start = len(response.prompt_ids) - 1
@@ -147,6 +159,7 @@ class OnlineFeatures:
                 hidden=rows.to("cpu", torch.bfloat16, copy=True),
                 log_norm=torch.cat(log_norm).cpu(),
                 threshold=torch.cat(threshold).cpu(),
+                sampling=self.sampling,
             ),
         )
 
@@ -166,3 +179,17 @@ class _IdentityHead:
             del self._head.forward
         else:
             self._head.forward = self._forward
+
+
+def require_plain_head(target: TransformersTarget) -> None:
+    """Training recomputes logits from the head's input, so they must be just that product.
+
+    Raises UserError for targets that cap or scale their logits afterwards.
+    """
+    if not target.head_is_plain():
+        raise UserError(
+            "target",
+            type(target.model).__name__,
+            "changes its logits after the head (a soft cap or a scale)",
+            "Use a target whose logits are the head's product alone.",
+        )

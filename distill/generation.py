@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparksmith.distill.nucleus import nucleus
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.sampling import Sampling
 from sparksmith.verify.rows import TargetRows
 from sparksmith.verify.target import TransformersTarget
@@ -49,6 +51,8 @@ class SampleFeatures:
     hidden: Tensor
     log_norm: Tensor
     threshold: Tensor
+    sampling: Sampling | None = None
+    """The sampling that they describe; None where whoever made them vouches for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,45 +70,6 @@ def uniforms_for(request_id: str, seed: int, count: int) -> np.ndarray:
     digest = hashlib.sha256(f"{seed}:{request_id}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-def nucleus(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The kept words of each row, most likely first, without a dense pass over the vocabulary.
-
-    Returns (words [N, k], probs [N, k], log_norm [N], threshold [N]); probs are those of
-    `draft.sampling.probabilities`, zero beyond the kept words. k grows until every row's nucleus
-    fits.
-    """
-    scaled = logits.float() / max(sampling.temperature, 1e-6)
-    if sampling.greedy:
-        top, words = scaled.max(-1, keepdim=True)
-        return words, torch.ones_like(top), top[:, 0], top[:, 0]
-    vocab = scaled.shape[-1]
-    if sampling.top_k:
-        kth = scaled.topk(min(sampling.top_k, vocab)).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
-    total = scaled.logsumexp(-1)
-    if sampling.top_p >= 1.0 and not sampling.top_k:
-        words = torch.arange(vocab).expand_as(scaled)
-        return words, (scaled - total[:, None]).exp(), total, scaled.amin(-1)
-    width = 64
-    while True:
-        top, words = scaled.topk(min(width, vocab))
-        probs = (top - total[:, None]).exp()
-        if width >= vocab or bool((probs.sum(-1) > sampling.top_p + 1e-5).all()):
-            break
-        width *= 8
-    before = probs.cumsum(-1) - probs
-    kept = (before < sampling.top_p) & (probs > 0)
-    probs = probs.masked_fill(~kept, 0.0)
-    mass = probs.sum(-1)
-    # Halfway between the last word kept and the first one dropped, so that logits recomputed with
-    # other rounding fall on the same side.
-    count = kept.sum(-1, keepdim=True)
-    last = top.gather(1, count - 1)
-    dropped = top.gather(1, count.clamp(max=top.shape[-1] - 1))
-    threshold = torch.where(count < top.shape[-1], (last + dropped) / 2, last - 1e-3)[:, 0]
-    return words, probs / mass[:, None], total + mass.log(), threshold
 
 
 class _Row:
@@ -126,7 +91,9 @@ class _Capture:
         self.log_norm = torch.zeros(rows, capacity)
         self.threshold = torch.zeros(rows, capacity)
 
-    def take(self, row: int, prompt_length: int, num_tokens: int) -> SampleFeatures:
+    def take(
+        self, row: int, prompt_length: int, num_tokens: int, sampling: Sampling
+    ) -> SampleFeatures:
         end = prompt_length + num_tokens - 1
         start = prompt_length - 1
         return SampleFeatures(
@@ -134,7 +101,14 @@ class _Capture:
             hidden=self.hidden[row, start:end].clone(),
             log_norm=self.log_norm[row, start:end].clone(),
             threshold=self.threshold[row, start:end].clone(),
+            sampling=sampling,
         )
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop every row but these."""
+        index = torch.tensor(rows, dtype=torch.long)
+        self.taps, self.hidden = self.taps[index], self.hidden[index]
+        self.log_norm, self.threshold = self.log_norm[index], self.threshold[index]
 
 
 class BatchGenerator:
@@ -152,18 +126,23 @@ class BatchGenerator:
         max_prompt_tokens: int,
         capture: bool = False,
     ) -> None:
+        """Raises UserError when prompt and response together do not fit the target."""
         self.target = target
         self.settings = settings
+        self._max_prompt = max_prompt_tokens
         self._capacity = max_prompt_tokens + settings.max_new_tokens
-        self._rows = TargetRows(target.model, num_rows=settings.batch_size, capacity=self._capacity)
-        self._live: list[_Row | None] = [None] * settings.batch_size
-        self._capture = _Capture(target, settings.batch_size, self._capacity) if capture else None
+        if self._capacity > target.max_length:
+            raise UserError(
+                "max_new_tokens",
+                settings.max_new_tokens,
+                f"after prompts of {max_prompt_tokens} tokens is beyond the target's "
+                f"{target.max_length} positions",
+                "Use fewer, or shorter prompts.",
+            )
+        self._capturing = capture
+        self._capture: _Capture | None = None
         self._hidden: Tensor | None = None
-        if capture:
-            target.model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
-
-    def _keep_hidden(self, _module: object, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden = inputs[0]
+        self._live: list[_Row | None] = []
 
     def run(
         self,
@@ -171,11 +150,37 @@ class BatchGenerator:
         on_tokens: Callable[[int], None] = lambda count: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Response]:
-        """Yield responses as they finish; `on_tokens` hears how many tokens each step made.
+        """Yield responses as they finish; `on_tokens` hears how many tokens each pass made.
 
         When `stop` turns true no further request starts, and the rows under way are finished.
+        Raises UserError, before any work, for a prompt that is empty or too long.
         """
         waiting = deque(requests)
+        for request in waiting:
+            _check_prompt(request, self._max_prompt)
+        settings = self.settings
+        self._rows = TargetRows(
+            self.target.model, num_rows=settings.batch_size, capacity=self._capacity
+        )
+        self._live = [None] * settings.batch_size
+        if self._capturing:
+            self._capture = _Capture(self.target, settings.batch_size, self._capacity)
+        head = self.target.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(self._keep_hidden) if self._capturing else None
+        try:
+            yield from self._serve(waiting, on_tokens, stop)
+        finally:
+            if hook is not None:
+                hook.remove()
+            del self._rows
+            self._live, self._capture, self._hidden = [], None, None
+
+    def _keep_hidden(self, _module: object, inputs: tuple[Tensor, ...]) -> None:
+        self._hidden = inputs[0]
+
+    def _serve(
+        self, waiting: deque[Request], on_tokens: Callable[[int], None], stop: Callable[[], bool]
+    ) -> Iterator[Response]:
         while True:
             if stop():
                 waiting.clear()
@@ -183,6 +188,7 @@ class BatchGenerator:
             # Prefilling a few rows at once is cheaper than one at a time.
             if waiting and (len(free) >= max(1, len(self._live) // 16)):
                 starting = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
+                on_tokens(len(starting))
                 yield from self._start(free[: len(starting)], starting)
             elif not waiting and free:
                 self._shrink()
@@ -198,36 +204,43 @@ class BatchGenerator:
         logits = self._rows.prefill(index, [request.prompt_ids for request in requests])
         taps = self.target.recorder.take()
         if self._capture is not None:
-            assert taps is not None
-            self._capture.taps[index, : taps.shape[1]] = taps.to(torch.bfloat16)
-        yield from self._choose(rows, logits)
+            assert taps is not None, "the target has no taps"
+            self._capture.taps[index, : taps.shape[1]] = taps.to("cpu", torch.bfloat16)
+        yield from self._choose(rows, logits, self._hidden)
 
     def _step(self, on_tokens: Callable[[int], None]) -> Iterator[Response]:
-        tokens = torch.tensor([live.tokens[-1] if live else 0 for live in self._live])
+        busy = [row for row, live in enumerate(self._live) if live is not None]
         # Idle rows are stepped along; their position must stay inside the buffers.
-        idle = torch.tensor([live is None for live in self._live])
-        self._rows.rows.lengths[idle] = 0
-        positions = self._rows.rows.lengths.clone()
-        logits = self._rows.step(tokens)
+        idle = [row for row, live in enumerate(self._live) if live is None]
+        self._rows.rows.restart(idle)
+        tokens = [live.tokens[-1] if live else 0 for live in self._live]
+        positions = self._rows.rows.lengths.to("cpu", copy=True)  # the step advances them
+        logits = self._rows.step(torch.tensor(tokens))
         taps = self.target.recorder.take()
         if self._capture is not None:
-            assert taps is not None
+            assert taps is not None, "the target has no taps"
             every = torch.arange(len(self._live))
-            self._capture.taps[every, positions] = taps[:, 0].to(torch.bfloat16)
-        busy = [row for row, live in enumerate(self._live) if live is not None]
+            self._capture.taps[every, positions] = taps[:, 0].to("cpu", torch.bfloat16)
         on_tokens(len(busy))
-        yield from self._choose(busy, logits[busy])
+        hidden = None if self._hidden is None else self._hidden[busy]
+        yield from self._choose(busy, logits[busy], hidden)
 
-    def _choose(self, rows: list[int], logits: Tensor) -> Iterator[Response]:
+    def _choose(self, rows: list[int], logits: Tensor, hidden: Tensor | None) -> Iterator[Response]:
+        """Draw the next token of `rows` from logits [len(rows), V]; `hidden` made them."""
         words, probs, log_norm, threshold = nucleus(logits, self.settings.sampling)
-        cumulative = probs.double().cumsum(-1)
         lives = [live for live in (self._live[row] for row in rows) if live is not None]
-        uniforms = torch.tensor([live.uniforms[len(live.tokens)] for live in lives])
-        drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-        last_kept = (probs > 0).sum(-1, keepdim=True) - 1
-        chosen = words.gather(1, torch.minimum(drawn, last_kept))[:, 0].tolist()
+        uniforms = torch.tensor(
+            [live.uniforms[len(live.tokens)] for live in lives], dtype=torch.float64
+        )
+        cumulative = probs.double().cumsum(-1)
+        total = cumulative[:, -1:].contiguous()
+        drawn = torch.searchsorted(cumulative, uniforms[:, None].to(total) * total, right=True)
+        # The product can round up to the total: the last word of positive probability is meant.
+        drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total))
+        chosen = words.gather(1, drawn)[:, 0].tolist()
         if self._capture is not None:
-            self._keep(rows, lives, log_norm, threshold)
+            assert hidden is not None
+            self._keep(rows, lives, hidden, (log_norm, threshold))
         for row, live, token in zip(rows, lives, chosen, strict=True):
             live.tokens.append(token)
             stopped = token in self.target.eos_token_ids
@@ -235,23 +248,23 @@ class BatchGenerator:
                 yield self._finish(row, live, "stop" if stopped else "length")
 
     def _keep(
-        self, rows: list[int], lives: list[_Row], log_norm: Tensor, threshold: Tensor
+        self, rows: list[int], lives: list[_Row], hidden: Tensor, scalars: tuple[Tensor, Tensor]
     ) -> None:
         assert self._capture is not None
-        assert self._hidden is not None
         index = torch.tensor(rows)
-        hidden = self._hidden if len(self._hidden) == len(rows) else self._hidden[index]
         at = torch.tensor([len(live.request.prompt_ids) + len(live.tokens) - 1 for live in lives])
-        self._capture.hidden[index, at] = hidden.to(torch.bfloat16)
-        self._capture.log_norm[index, at] = log_norm
-        self._capture.threshold[index, at] = threshold
+        self._capture.hidden[index, at] = hidden.to("cpu", torch.bfloat16)
+        self._capture.log_norm[index, at] = scalars[0].cpu()
+        self._capture.threshold[index, at] = scalars[1].cpu()
 
     def _finish(self, row: int, live: _Row, reason: str) -> Response:
         self._live[row] = None
         prompt = live.request.prompt_ids
         features = None
         if self._capture is not None:
-            features = self._capture.take(row, len(prompt), len(live.tokens))
+            features = self._capture.take(
+                row, len(prompt), len(live.tokens), self.settings.sampling
+            )
         return Response(
             request_id=live.request.request_id,
             prompt_ids=prompt,
@@ -265,9 +278,18 @@ class BatchGenerator:
         busy = [row for row, live in enumerate(self._live) if live is not None]
         if len(busy) * 4 > len(self._live) * 3:
             return
-        index = torch.tensor(busy, dtype=torch.long)
-        self._rows.rows.keep(index)
+        self._rows.rows.keep(busy)
         self._live = [self._live[row] for row in busy]
         if self._capture is not None:
-            for name in ("taps", "hidden", "log_norm", "threshold"):
-                setattr(self._capture, name, getattr(self._capture, name)[index])
+            self._capture.keep(busy)
+
+
+def _check_prompt(request: Request, most: int) -> None:
+    count = len(request.prompt_ids)
+    if not 1 <= count <= most:
+        raise UserError(
+            f"prompt {request.request_id}",
+            f"{count} tokens",
+            f"is not between 1 and max_prompt_tokens ({most})",
+            "Shorten it, or allow longer prompts.",
+        )

@@ -62,15 +62,14 @@ class TargetRows:
     temperature: float
 
     def probabilities(self, positions: Tensor) -> Tensor:
-        """[N, Vd] float32; a row sums to less than 1 by what the draft vocabulary leaves out."""
-        return self._scaled(self.hidden[positions], positions)
-
-    def _scaled(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        scaled = functional.linear(hidden.to(self.head.dtype), self.head).float()
-        scaled /= self.temperature
-        dropped = scaled < self.threshold[positions, None]
-        probs = scaled.sub_(self.log_norm[positions, None]).exp_()
-        return probs.masked_fill_(dropped, 0.0)
+        """[N, Vd] in float32 (float64 stays); a row's sum falls short of 1 by what the draft
+        vocabulary leaves out."""
+        # Blocks of neighbouring anchors overlap: each position's logits are computed once.
+        distinct, inverse = torch.unique(positions, return_inverse=True)
+        scaled = scaled_logits((self.hidden[distinct], None), (self.head, None), self.temperature)
+        dropped = scaled < self.threshold[distinct, None]
+        probs = scaled.sub_(self.log_norm[distinct, None]).exp_().masked_fill_(dropped, 0.0)
+        return probs if torch.equal(distinct, positions) else probs[inverse]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +97,39 @@ class SlotStatistics:
     distance: Tensor
 
 
-class _ChunkedDistance(torch.autograd.Function):
-    """ce and tv terms as one scalar, of features [N, D] through weight [Vd, D].
+def scaled_logits(
+    features: tuple[Tensor, Tensor | None], weight: tuple[Tensor, Tensor | None], temperature: float
+) -> Tensor:
+    """(hidden @ head.T + markov @ markov_w2.T) / temperature, [N, Vd] in float32 or float64.
 
-    Only the last `trained` columns of the weight get a gradient: the others are the frozen head.
+    Half precision multiplies in half precision, as serving does, and is widened afterwards.
     """
+    scale = 1.0 / temperature
+    hidden, markov = features
+    head, bias_weight = weight
+    # The head's dtype where it stands alone (the target's own), else that of the draft.
+    dtype = head.dtype if markov is None else hidden.dtype
+    # The scale goes into the product: dividing would be a pass over all logits.
+    zero = hidden.new_zeros((), dtype=dtype)
+    logits = torch.addmm(zero, hidden.to(dtype), head.to(dtype).T, beta=0.0, alpha=scale)
+    if markov is not None and bias_weight is not None:
+        logits.addmm_(markov.to(dtype), bias_weight.to(dtype).T, alpha=scale)
+    return at_least_float(logits)
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """float32 where x is in half precision, else x itself."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _ChunkedDistance(torch.autograd.Function):
+    """The ce and tv terms as one scalar; the head gets no gradient, `markov_w2` does."""
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        features: Tensor,
+        hidden: Tensor,
+        markov: Tensor | None,
         head: Tensor,
         bias_weight: Tensor | None,
         slots: Slots,
@@ -115,63 +137,66 @@ class _ChunkedDistance(torch.autograd.Function):
         terms: tuple[float, float, int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ce, tv, chunk = terms
-        frozen = head.shape[1]
-        weight = head if bias_weight is None else torch.cat((head, bias_weight), 1)
-        weight = weight.to(features.dtype)
-        grad_features = torch.empty_like(features)
-        grad_bias = None if bias_weight is None else torch.zeros_like(bias_weight)
-        total = torch.zeros((), dtype=torch.float64, device=features.device)
-        rows = []
-        for start in range(0, len(features), chunk):
+        gradients = [torch.zeros_like(x) for x in (hidden, markov, bias_weight) if x is not None]
+        statistics = at_least_float(hidden).new_zeros(3, len(hidden))
+        for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            x = features[part]
-            grad, statistics = _chunk_gradient(x @ weight.T, part, slots, target, (ce, tv))
-            total += ce * (slots.ce_weights[part] * statistics[1]).sum(dtype=torch.float64) + tv * (
-                slots.weights[part] * statistics[2]
-            ).sum(dtype=torch.float64)
-            grad = grad.to(features.dtype)
-            grad_features[part] = grad @ weight
-            if grad_bias is not None:
-                grad_bias += (grad.T @ x[:, frozen:]).to(grad_bias.dtype)
-            rows.append(statistics)
-        ctx.save_for_backward(grad_features, *(() if grad_bias is None else (grad_bias,)))
-        overlap, negative_log, distance = (torch.cat(column) for column in zip(*rows, strict=True))
+            own = (hidden[part], None if markov is None else markov[part])
+            logits = scaled_logits(own, (head, bias_weight), target.temperature)
+            grad, scale, each = _chunk_gradient(logits, part, slots, target, (ce, tv))
+            statistics[:, part] = each
+            grad = grad.to(hidden.dtype)
+            scale = scale.to(hidden.dtype)[:, None]
+            gradients[0][part] = (grad @ head.to(hidden.dtype)).mul_(scale)
+            if own[1] is not None and bias_weight is not None:
+                gradients[1][part] = (grad @ bias_weight.to(hidden.dtype)).mul_(scale)
+                gradients[2].addmm_(grad.T, own[1] * scale)
+        ctx.save_for_backward(*gradients)
+        overlap, negative_log, distance = statistics
         ctx.mark_non_differentiable(overlap, negative_log, distance)
-        return total.to(features.dtype), overlap, negative_log, distance
+        total = ce * (slots.ce_weights * negative_log).sum() + tv * (slots.weights * distance).sum()
+        return total, overlap, negative_log, distance
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad_total: Tensor, *_unused: Tensor
     ) -> tuple[Tensor | None, ...]:
-        grad_features, *grad_bias = ctx.saved_tensors  # type: ignore[attr-defined]
-        bias = grad_total * grad_bias[0] if grad_bias else None
-        return grad_total * grad_features, None, bias, None, None, None
+        hidden, *others = (grad_total * saved for saved in ctx.saved_tensors)  # type: ignore[attr-defined]
+        markov, bias_weight = others or (None, None)
+        return hidden, markov, None, bias_weight, None, None, None
 
 
 def _chunk_gradient(
     logits: Tensor, part: slice, slots: Slots, target: TargetRows, terms: tuple[float, float]
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """d(loss) / d(logits) [n, Vd] of one chunk, and its (overlap, negative_log, distance)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(G [n, Vd], s [n]), whose product s * G is d(loss) / d(unscaled logits) of one chunk, and
+    its statistics [3, n]: overlap, negative_log, distance.
+
+    With q the draft, p the target and A the mass of q where q > p,
+    d|q - p|_1 / du_v = 2 q_v ([q_v > p_v] - A) / T, and d(-log q_x) / du_v = (q_v - [v = x]) / T.
+    """
     ce, tv = terms
-    target_probs = target.probabilities(slots.positions[part])
-    scaled = logits.float() / target.temperature
-    log_total = scaled.logsumexp(-1, keepdim=True)
-    labels = slots.labels[part]
-    sayable = labels >= 0
-    index = labels.clamp(min=0)[:, None]
-    negative_log = (log_total - scaled.gather(1, index))[:, 0] * sayable
-    draft_probs = scaled.sub_(log_total).exp_()
-    sign = torch.sign(draft_probs - target_probs)
-    overlap = torch.minimum(draft_probs, target_probs).sum(-1)
-    # |q - p|_1 = sum q + sum p - 2 sum min(p, q), where both whole distributions sum to 1.
-    distance = 2.0 - 2.0 * overlap
-    # d|q - p|_1 / du_v = q_v (s_v - sum_w s_w q_w) / T with s = sign(q - p).
-    sign -= (sign * draft_probs).sum(-1, keepdim=True)
-    grad = sign.mul_(draft_probs).mul_((tv * slots.weights[part])[:, None])
-    ce_weights = (ce * slots.ce_weights[part] * sayable)[:, None]
-    grad.addcmul_(draft_probs, ce_weights)
-    grad.scatter_add_(1, index, -ce_weights)
-    return grad.div_(target.temperature), (overlap, negative_log, distance)
+    index = slots.labels[part].clamp(min=0)[:, None]
+    sayable = slots.labels[part] >= 0
+    log_probs = logits.log_softmax(-1)
+    negative_log = -log_probs.gather(1, index)[:, 0] * sayable
+    draft_probs = log_probs.exp_()
+    excess = draft_probs - target.probabilities(slots.positions[part])
+    over = excess > 0.0
+    # Where both distributions sum to 1, sum min(p, q) = 1 - sum max(q - p, 0), and |q - p|_1 is
+    # twice the rest; the draft's sum is 1, the target's is too over its whole vocabulary.
+    distance = 2.0 * excess.clamp_(min=0.0).sum(-1)
+    statistics = torch.stack((1.0 - distance / 2, negative_log, distance))
+    ce_scale = ce * slots.ce_weights[part].to(logits.dtype) * sayable
+    tv_scale = 2.0 * tv * slots.weights[part].to(logits.dtype)
+    if tv == 0.0:
+        grad, scale, ce_share = draft_probs, ce_scale, torch.ones_like(ce_scale)
+    else:
+        grad = torch.where(over, draft_probs, 0.0)
+        scale, ce_share = tv_scale, ce_scale / tv_scale
+        grad.addcmul_(draft_probs, (ce_share - grad.sum(-1))[:, None])
+    grad.scatter_add_(1, index, -ce_share[:, None])
+    return grad, scale / target.temperature, statistics
 
 
 def distillation_loss(
@@ -186,13 +211,10 @@ def distillation_loss(
 
     `features` are the draft's post-norm hidden states [N, H] and the Markov features [N, r] (or
     None); `weight` the head's rows [Vd, H], frozen, and `markov_w2` [Vd, r] (or None). `chunk` is
-    the number of slots whose logits exist at a time.
+    the number of slots whose logits exist at a time. Without slots the loss is 0.
     """
-    hidden, markov = features
-    head, bias_weight = weight
-    joint = hidden if markov is None else torch.cat((hidden, markov), -1)
     total, overlap, negative_log, distance = _ChunkedDistance.apply(  # type: ignore[no-untyped-call]
-        joint, head, bias_weight, slots, target, (weights.ce, weights.tv, chunk)
+        *features, *weight, slots, target, (weights.ce, weights.tv, chunk)
     )
     return total, SlotStatistics(overlap=overlap, negative_log=negative_log, distance=distance)
 
@@ -203,5 +225,6 @@ def confidence_loss(logits: Tensor, overlap: Tensor, slot_weights: Tensor) -> Te
     That overlap is the probability that the slot is accepted given that all before it were; it is
     a constant here (DSpark eq. 8).
     """
-    each = functional.binary_cross_entropy_with_logits(logits, overlap.detach(), reduction="none")
-    return (each * slot_weights).sum()
+    label = overlap.detach().to(logits.dtype).clamp(0.0, 1.0)
+    each = functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    return (at_least_float(each) * slot_weights).sum()

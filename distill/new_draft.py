@@ -78,7 +78,7 @@ def reserved_token(
     candidates = [*range(len(tokenizer), vocab_size), *sorted(set(unused) - meaningful)]
     for token in candidates:
         if not used[token]:
-            return token
+            return int(token)
     raise UserError(
         "mask_token_id", None, "cannot be chosen: no reserved id is unused", "Give --mask-token-id."
     )

@@ -38,9 +38,16 @@ class Objective:
         self.weights = weights
         self.temperature = temperature
         config = draft.config
-        self._slot_weights = weights.slot_weights(config.block_size)
-        self._draft_ids = torch.full((config.vocab_size,), -1)
-        self._draft_ids[draft.target_ids] = torch.arange(config.draft_vocab_size)
+        device = self.device
+        self._slot_weights = weights.slot_weights(config.block_size).to(device)
+        self._draft_ids = torch.full((config.vocab_size,), -1, device=device)
+        self._draft_ids[draft.target_ids.to(device)] = torch.arange(
+            config.draft_vocab_size, device=device
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.fc.weight.device
 
     def target_rows(self, batch: Batch) -> TargetRows:
         return TargetRows(
@@ -64,29 +71,46 @@ class Objective:
             ce_weights=weights / max(sums[1], 1e-9),
         )
 
+    @property
+    def draft_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The head's rows [Vd, H] and `markov_w2` [Vd, r], if the draft has a Markov head."""
+        markov = self.draft.markov_head
+        return self.draft.bound.head, None if markov is None else markov.markov_w2.weight
+
+    def draft_features(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What `draft_weight` turns into logits: hidden states [N, H] and Markov features [N, r]
+        of the batch's supervised slots."""
+        return self._flat_features(self._hidden(batch), batch)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """Post-norm hidden states of all slots, [B, A, K, H]."""
+        return self.draft.forward_blocks(batch.features, batch.tokens, batch.anchors, batch.valid)
+
+    def _flat_features(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        flat = hidden.flatten(0, 2)[batch.slot_index]
+        if self.draft.markov_head is None:
+            return flat, None
+        markov = self.draft.markov_features(batch.prev_tokens, hidden)
+        return flat, markov.flatten(0, 2)[batch.slot_index]
+
     def __call__(
         self, batch: Batch, denominators: tuple[float, float] | None = None
     ) -> tuple[Tensor, StepStatistics]:
         """The loss (a scalar with gradient) and its parts."""
         draft = self.draft
-        hidden = draft.forward_blocks(batch.features, batch.tokens, batch.anchors, batch.valid)
-        flat = hidden.flatten(0, 2)[batch.slot_index]
-        markov, bias_weight = None, None
-        if draft.markov_head is not None:
-            markov = draft.markov_features(batch.prev_tokens, hidden)
-            markov = markov.flatten(0, 2)[batch.slot_index]
-            bias_weight = draft.markov_head.markov_w2.weight
+        batch = batch.to(self.device)
+        hidden, prev_tokens = self._hidden(batch), batch.prev_tokens
         slots = self.slots(batch, denominators)
         loss, each = distillation_loss(
-            (flat, markov),
-            (draft.bound.head, bias_weight),
+            self._flat_features(hidden, batch),
+            self.draft_weight,
             slots,
             self.target_rows(batch),
             self.weights,
         )
-        confidence = torch.zeros(())
+        confidence = loss.new_zeros(())
         if draft.confidence_head is not None and self.weights.confidence > 0:
-            logits = draft.confidence_logits(batch.prev_tokens, hidden)
+            logits = draft.confidence_logits(prev_tokens, hidden)
             confidence = confidence_loss(
                 logits.flatten()[batch.slot_index], each.overlap, slots.weights
             )

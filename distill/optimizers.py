@@ -1,5 +1,6 @@
 """The optimizers of a run behind one learning-rate factor."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -31,6 +32,12 @@ class OptimizerSettings:
         for name in ("lr", "muon_lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise UserError(name, getattr(self, name), "is not positive", "Use more than 0.")
+        if not self.weight_decay >= 0:
+            raise UserError("weight_decay", self.weight_decay, "is negative", "Use 0 or more.")
+
+
+class DivergedError(RuntimeError):
+    """Training has left the finite numbers; the message says where and what may help."""
 
 
 class Optimizers:
@@ -62,14 +69,19 @@ class Optimizers:
         self._rates = [[group["lr"] for group in one.param_groups] for one in self._all]
 
     def step(self, factor: float) -> float:
-        """Clip, step with `factor` times each learning rate, clear; returns the gradient's norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip)
+        """Clip, step with `factor` times each learning rate, clear; returns the gradient's norm.
+
+        Raises DivergedError, with the weights untouched, when that norm is not finite.
+        """
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip))
+        if not math.isfinite(norm):
+            raise DivergedError(f"the gradient's norm is {norm}")
         for optimizer, rates in zip(self._all, self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the optimizers' states, under flat names, for a safetensors file."""

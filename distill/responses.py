@@ -5,7 +5,6 @@ Whatever stops it, the next call with the same writer's folder goes on where the
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,8 @@ from sparksmith.verify.loading import render_prompt
 from sparksmith.verify.prompts import Prompt
 from sparksmith.verify.rows import supports_rows
 from sparksmith.verify.target import TransformersTarget
+
+DEFAULT_PROMPT_TOKENS = 512
 
 # Finished responses wait for this many of them, or this long, before the disk is asked to keep
 # them: waiting for a disk costs milliseconds.
@@ -39,8 +40,23 @@ class ResponseCounts:
     responses: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    categories: Counter[str] = field(default_factory=Counter)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    categories: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What a caller hears and wants while responses are generated.
+
+    `on_progress` hears how many responses were finished and how many tokens made since it was
+    last called; `on_response` hears each response, with its features when `capture` is set (rows
+    only). When `stop` turns true no further response begins.
+    """
+
+    on_progress: Callable[[int, int], None] = lambda responses, tokens: None
+    on_response: Callable[[Response], None] = lambda response: None
+    stop: Callable[[], bool] = lambda: False
+    capture: bool = False
 
 
 def tokenize_prompts(
@@ -66,18 +82,23 @@ def tokenize_prompts(
     return kept, len(prompts) - len(kept)
 
 
-def check_lengths(
-    target: TransformersTarget, *, max_prompt_tokens: int, max_new_tokens: int
-) -> None:
-    """Prompt and answer together must fit the target; UserError before any work."""
-    if max_prompt_tokens + max_new_tokens > target.max_length:
+def prompt_limit(
+    target: TransformersTarget, max_prompt_tokens: int | None, *, max_new_tokens: int
+) -> int:
+    """The longest prompt taken: as asked, else 512 or what the target's context leaves.
+
+    Raises UserError when prompt and response together would not fit the target.
+    """
+    room = target.max_length - max_new_tokens
+    if room < 1 or (max_prompt_tokens or 0) > room:
+        asked = f" and --max-prompt-tokens {max_prompt_tokens}" if max_prompt_tokens else ""
         raise UserError(
             "--max-new-tokens",
             max_new_tokens,
-            f"and --max-prompt-tokens {max_prompt_tokens} exceed the target's context of "
-            f"{target.max_length} tokens",
-            f"Use at most {target.max_length} together.",
+            f"{asked} exceed the target's context of {target.max_length} tokens".strip(),
+            f"Use less than {target.max_length} together.",
         )
+    return max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
 
 
 def generate_responses(
@@ -86,13 +107,11 @@ def generate_responses(
     prompts: Sequence[TokenizedPrompt],
     settings: GenerationSettings,
     writer: ShardWriter,
-    *,
-    on_progress: Callable[[int, int], None] = lambda responses, tokens: None,
+    watch: Watch,
 ) -> None:
     """Write a response to every prompt that has none in the folder yet.
 
-    `on_progress` hears how many responses were finished and how many tokens made since it was
-    last called. A response depends on its prompt, the sampling, the seed and the target alone
+    A response depends on its prompt, the sampling, the seed and the target alone
     (rounding aside), so a run that was interrupted ends with the same rows as one that was not.
     """
     waiting = {p.prompt.prompt_id: p for p in prompts if p.prompt.prompt_id not in writer.written}
@@ -111,9 +130,10 @@ def generate_responses(
         flushed = time.monotonic()
 
     try:
-        for response in _responses(target, settings, requests, lambda n: on_progress(0, n)):
+        for response in _responses(target, settings, requests, watch):
             pending.append(_row(tokenizer, waiting[response.request_id].prompt, response))
-            on_progress(1, 0)
+            watch.on_response(response)
+            watch.on_progress(1, 0)
             if len(pending) >= _FLUSH_ROWS or time.monotonic() - flushed > _FLUSH_SECONDS:
                 flush()
     finally:
@@ -125,17 +145,25 @@ def _responses(
     target: TransformersTarget,
     settings: GenerationSettings,
     requests: Sequence[Request],
-    on_tokens: Callable[[int], None],
+    watch: Watch,
 ) -> Iterator[Response]:
     if not requests:
         return
+
+    def on_tokens(count: int) -> None:
+        watch.on_progress(0, count)
+
     if supports_rows(target.model):
         longest = max(len(request.prompt_ids) for request in requests)
-        generator = BatchGenerator(target, settings, max_prompt_tokens=longest)
-        yield from generator.run(requests, on_tokens)
+        generator = BatchGenerator(
+            target, settings, max_prompt_tokens=longest, capture=watch.capture
+        )
+        yield from generator.run(requests, on_tokens, watch.stop)
         return
     # Recurrent, hybrid and sliding-window targets have caches that rows do not model.
     for request in requests:
+        if watch.stop():
+            return
         yield one_response(target, settings, request, on_tokens)
 
 
@@ -186,6 +214,9 @@ def count_responses(rows: Iterable[ResponseRow]) -> ResponseCounts:
         counts.responses += 1
         counts.tokens += len(row.token_ids)
         counts.prompt_tokens += len(row.prompt_ids)
-        counts.finish_reasons[row.finish_reason] += 1
-        counts.categories[row.category or "none"] += 1
+        for tally, name in (
+            (counts.finish_reasons, row.finish_reason),
+            (counts.categories, row.category or "none"),
+        ):
+            tally[name] = tally.get(name, 0) + 1
     return counts

@@ -5,12 +5,13 @@ anchor is always the target's own last token. Its slot k predicts the token at a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from sparksmith.distill.generation import Response, SampleFeatures
+from sparksmith.draft.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,13 @@ class TrainingSample:
     def num_anchors(self) -> int:
         """Response tokens that have a successor."""
         return len(self.tokens) - self.prompt_length - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tensors."""
+        features = self.features
+        tensors = (features.taps, features.hidden, features.log_norm, features.threshold)
+        return sum(tensor.nbytes for tensor in (self.tokens, *tensors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +71,10 @@ class Batch:
     def num_blocks(self) -> int:
         return int(self.valid.sum())
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on `device`."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 def make_batch(
     samples: Sequence[TrainingSample],
@@ -73,11 +85,14 @@ def make_batch(
     """Pad samples and draw at most `max_anchors` anchors of each, without replacement.
 
     Without a generator the anchors are spread evenly instead (validation). Samples without an
-    anchor contribute none.
+    anchor (responses of one token) contribute none, and a batch of only such samples no slots.
     """
     longest = max(len(sample.tokens) for sample in samples)
     width = samples[0].features.taps.shape[1]
-    features = torch.zeros(len(samples), longest, width)
+    hidden = torch.cat([sample.features.hidden for sample in samples])
+    # Half precision is how features are kept; the draft and the head convert to their own.
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    features = torch.zeros(len(samples), longest, width, dtype=precise)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
     chosen = []
     for row, sample in enumerate(samples):
@@ -111,10 +126,26 @@ def make_batch(
         slot_of_block=offsets.expand_as(at).flatten()[slot_index],
         labels=labels.flatten()[slot_index],
         positions=positions.flatten()[slot_index],
-        hidden=torch.cat([sample.features.hidden for sample in samples]).float(),
+        hidden=hidden.to(precise),
         log_norm=torch.cat([sample.features.log_norm for sample in samples]),
         threshold=torch.cat([sample.features.threshold for sample in samples]),
     )
+
+
+def check_temperature(samples: Sequence[TrainingSample], temperature: float) -> None:
+    """UserError when features that know their sampling are of another temperature.
+
+    Their normalisers would describe another distribution, and nothing else would show it.
+    """
+    for sample in samples:
+        sampling = sample.features.sampling
+        if sampling is not None and sampling.temperature != temperature:
+            raise UserError(
+                "temperature",
+                temperature,
+                f"is not that of the responses' features, {sampling.temperature}",
+                "Compute the features at the temperature at which the draft will serve.",
+            )
 
 
 def _choose_anchors(sample: TrainingSample, most: int, generator: torch.Generator | None) -> Tensor:

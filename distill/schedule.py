@@ -24,7 +24,7 @@ class Budget:
         if self.steps is None and self.minutes is None:
             raise UserError("steps", None, "and minutes are both unset", "Give one of the two.")
         for name, value in (("steps", self.steps), ("minutes", self.minutes)):
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise UserError(name, value, "is not positive", "Give a budget above 0.")
 
     def fraction(self, step: int, seconds: float) -> float:
@@ -63,7 +63,8 @@ def batches(
 def _epoch(count: int, batch_size: int, length: Callable[[int], int], seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator).tolist()
-    window = 16 * batch_size
+    # In a window as large as the set the same samples would meet in every epoch.
+    window = batch_size * max(1, min(16, count // (4 * batch_size)))
     grouped = []
     for start in range(0, count, window):
         ordered = sorted(order[start : start + window], key=length)

@@ -1,32 +1,30 @@
 """The training loop: batches in, checkpoints and progress out, killable at any moment.
 
-The state file holds everything a run is made of; it is replaced in one rename, so a run that is
-killed goes on from the last one as if nothing had happened (with a step budget: bit for bit).
+The state file holds everything a run is made of, so a run that is killed goes on from the last
+one as if nothing had happened (with a step budget: bit for bit).
 """
 
-import json
+import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from sparksmith.distill.loss import LossWeights
 from sparksmith.distill.objective import Objective, StepStatistics
-from sparksmith.distill.optimizers import Optimizers, OptimizerSettings
-from sparksmith.distill.samples import TrainingSample, make_batch
+from sparksmith.distill.optimizers import DivergedError, Optimizers, OptimizerSettings
+from sparksmith.distill.samples import TrainingSample, check_temperature, make_batch
 from sparksmith.distill.schedule import Budget, batches, learning_rate_factor
+from sparksmith.distill.state import draft_identity, load_state, save_state
 from sparksmith.distill.validation import Expectation, expected_acceptance
 from sparksmith.draft.checkpoint import save_draft
 from sparksmith.draft.errors import UserError
-from sparksmith.draft.files import replacing
 from sparksmith.draft.model import DSparkDraft
 
-STATE_FILE = "state.safetensors"
 BEST, LAST = "best", "last"
 
 
@@ -45,7 +43,8 @@ class TrainSettings:
     """What defines a run besides its data; equal settings are demanded when resuming.
 
     `temperature` is that at which the draft will serve. `batch_size` counts sequences a step,
-    `anchors` the most blocks of each.
+    `anchors` the most blocks of each. `greedy_rollouts` says that the responses are the target's
+    greedy ones: validation then counts exact matches, whatever the temperature of training.
     """
 
     budget: Budget
@@ -53,6 +52,7 @@ class TrainSettings:
     batch_size: int = 4
     anchors: int = 64
     warmup: float = 0.04
+    greedy_rollouts: bool = False
     seed: int = 0
     loss: LossWeights = field(default_factory=LossWeights)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -63,6 +63,10 @@ class TrainSettings:
         for name in ("batch_size", "anchors"):
             if getattr(self, name) < 1:
                 raise UserError(name, getattr(self, name), "is not positive", "Use 1 or more.")
+        if not 0.0 <= self.warmup < 1.0:
+            raise UserError(
+                "warmup", self.warmup, "is not a share of the run", "Use 0.04, or 0 for none."
+            )
         if not self.temperature > 0:
             raise UserError(
                 "temperature",
@@ -124,87 +128,104 @@ class Trainer:
         self.objective = Objective(draft, settings.loss, settings.temperature)
         self.optimizers = Optimizers(draft, settings.optimizer)
         self.progress = Progress()
+        # False while weights and counters do not belong together: not a state to save.
+        self._whole = True
+        check_temperature(self.held_out, settings.temperature)
 
     def resume(self) -> bool:
         """Load the state file if there is one; UserError when it is of another run."""
-        path = self.folder / STATE_FILE
-        if not path.is_file():
+        found = load_state(self.folder, self._identity())
+        if found is None:
             return False
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            saved = json.loads(metadata["settings"])
-            wanted = json.loads(json.dumps(self.settings.comparable()))
-            if differing := [key for key in wanted if wanted[key] != saved.get(key)]:
-                raise UserError(
-                    "out",
-                    str(self.folder),
-                    f"holds a run with other settings: {', '.join(differing)}",
-                    "Give the same settings to resume it, or another folder.",
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, progress = found
         own = {k.removeprefix("draft."): v for k, v in tensors.items() if k.startswith("draft.")}
         self.draft.load_state_dict(own)
         self.optimizers.load_tensors(tensors)
-        self.progress = Progress(**json.loads(metadata["progress"]))
+        self.progress = Progress(**progress)
         return True
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[TrainEvent]:
         """Train until the budget is used up or `stop` turns true, saving on the way and at the end.
 
-        The state is saved too when the consumer of the events stops early (Ctrl-C).
+        A run that uses up its budget has validated its last step. The state is saved too when the
+        consumer of the events stops early (Ctrl-C). Raises DivergedError when the loss or its
+        gradient is not finite; the state saved then is that of the last good step.
         """
         settings, progress = self.settings, self.progress
         order = batches(
             len(self.source), settings.batch_size, self.source.length, settings.seed, progress.step
         )
         clock = _Clock(progress.seconds)
+        fraction = settings.budget.fraction(progress.step, progress.seconds)
         try:
-            while not stop():
+            while fraction < 1.0 and not stop():
+                event = self._step(next(order), fraction)
                 progress.seconds = clock.seconds()
                 fraction = settings.budget.fraction(progress.step, progress.seconds)
-                if fraction >= 1.0:
-                    break
-                yield self._step(next(order), fraction, clock)
+                if self.held_out and (
+                    fraction >= 1.0 or clock.due("validate", settings.validate_every_seconds)
+                ):
+                    event = replace(event, expectation=self.validate())
+                    progress.seconds = clock.seconds()
+                    fraction = settings.budget.fraction(progress.step, progress.seconds)
+                if clock.due("save", settings.save_every_seconds):
+                    self.save()
+                yield replace(event, fraction=fraction)
         finally:
-            progress.seconds = clock.seconds()
-            self.save()
+            if self._whole:
+                progress.seconds = clock.seconds()
+                self.save()
 
-    def _step(self, indices: list[int], fraction: float, clock: "_Clock") -> TrainEvent:
+    def _step(self, indices: list[int], fraction: float) -> TrainEvent:
+        """One optimizer step; neither time nor what happens between steps enters it."""
         settings, progress = self.settings, self.progress
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.step)
         samples = self.source.take(indices)
+        check_temperature(samples, settings.temperature)
         batch = make_batch(samples, self.draft.config.block_size, settings.anchors, generator)
         waited = time.perf_counter() - started
         self.draft.train()
-        loss, statistics = self.objective(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
         factor = learning_rate_factor(fraction, settings.warmup)
-        norm = self.optimizers.step(factor)
+        loss, statistics = self.objective(batch)
+        # Responses of one token have nothing to learn from.
+        norm = self._descend(loss, factor) if statistics.num_slots else 0.0
         progress.step += 1
         progress.blocks += statistics.num_blocks
         progress.tokens += sum(len(sample.tokens) - sample.prompt_length for sample in samples)
-        done = settings.budget.fraction(progress.step, clock.seconds()) >= 1.0
-        expectation = None
-        if self.held_out and (done or clock.due("validate", settings.validate_every_seconds)):
-            expectation = self.validate()
-        if clock.due("save", settings.save_every_seconds):
-            progress.seconds = clock.seconds()
-            self.save()
+        self._whole = True
         return TrainEvent(
             progress=progress,
-            fraction=settings.budget.fraction(progress.step, clock.seconds()),
+            fraction=fraction,
             statistics=statistics,
             learning_rate_factor=factor,
             gradient_norm=norm,
             waited_seconds=waited,
-            expectation=expectation,
+            expectation=None,
         )
+
+    def _descend(self, loss: torch.Tensor, factor: float) -> float:
+        """Backward and one optimizer step; returns the gradient's norm."""
+        try:
+            if not math.isfinite(float(loss.detach())):
+                raise DivergedError(f"the loss is {float(loss.detach())}")
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._whole = False
+            return self.optimizers.step(factor)
+        except DivergedError as error:
+            self._whole = True
+            raise DivergedError(
+                f"training diverged at step {self.progress.step + 1}: {error}; the weights are "
+                f"those of the step before. Use a lower lr than {self.settings.optimizer.lr} or a "
+                "longer warmup, and check the responses' features for values that are not finite."
+            ) from None
 
     def validate(self) -> Expectation:
         """Expected acceptance on the held-out samples; a new best is saved under `best/`."""
         self.draft.eval()
-        expectation = expected_acceptance(self.objective, self.held_out)
+        expectation = expected_acceptance(
+            self.objective, self.held_out, greedy=self.settings.greedy_rollouts
+        )
         progress = self.progress
         progress.history.append(
             {
@@ -217,6 +238,8 @@ class Trainer:
         if expectation.acceptance_length > progress.best_acceptance_length:
             progress.best_acceptance_length = expectation.acceptance_length
             save_draft(self.draft, self.folder / BEST)
+            # A run that resumes must know of it, or a worse draft would take its place.
+            self.save()
         return expectation
 
     def save(self) -> None:
@@ -224,15 +247,17 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"draft.{name}": value for name, value in self.draft.state_dict().items()}
         tensors |= self.optimizers.tensors()
-        metadata = {
-            "settings": json.dumps(self.settings.comparable()),
-            "progress": json.dumps(asdict(self.progress)),
-        }
-        with replacing(self.folder / STATE_FILE) as temporary:
-            save_file(
-                {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata
-            )
+        save_state(self.folder, tensors, self._identity(), asdict(self.progress))
         save_draft(self.draft, self.folder / LAST)
+
+    def _identity(self) -> dict[str, Any]:
+        lengths = [self.source.length(index) for index in range(len(self.source))]
+        digest = hashlib.sha256(repr(lengths).encode()).hexdigest()[:16]
+        return {
+            **self.settings.comparable(),
+            "draft": draft_identity(self.draft),
+            "responses": {"count": len(lengths), "lengths": digest},
+        }
 
 
 class _Clock:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from sparksmith.distill.loss import scaled_logits
 from sparksmith.distill.objective import Objective
 from sparksmith.distill.samples import Batch, TrainingSample, make_batch
 from sparksmith.draft.model import DSparkDraft
@@ -36,10 +36,13 @@ def expected_acceptance(
     *,
     anchors_per_sample: int = 24,
     batch_size: int = 8,
+    greedy: bool = False,
 ) -> Expectation:
     """Average over evenly spread anchors of every sample; whole blocks only.
 
-    A sampled rollout is judged by the exact formula, a greedy one by its exact-match prefix.
+    A sampled rollout is judged by the exact formula, a `greedy` one by its exact-match prefix. The
+    draft samples at the objective's temperature, untruncated. Every position of a rollout counts
+    alike, where a decode loop passes easy stretches in fewer steps.
     """
     draft = objective.draft
     total = torch.zeros(draft.config.block_size, dtype=torch.float64)
@@ -49,47 +52,51 @@ def expected_acceptance(
         if not part:
             continue
         batch = make_batch(part, draft.config.block_size, anchors_per_sample, None)
-        joint = _block_acceptance(objective, batch)
-        total += joint.double().sum(0)
+        joint = _block_acceptance(objective, batch.to(objective.device), greedy)
+        total += joint.double().sum(0).cpu()
         num_blocks += len(joint)
     return Expectation(joint=(total / max(1, num_blocks)).tolist(), num_blocks=num_blocks)
 
 
-def _block_acceptance(objective: Objective, batch: Batch) -> Tensor:
+def _block_acceptance(objective: Objective, batch: Batch, greedy: bool) -> Tensor:
     """joint [blocks, K] for the batch's whole blocks."""
-    draft, size = objective.draft, objective.draft.config.block_size
-    hidden = draft.forward_blocks(batch.features, batch.tokens, batch.anchors, batch.valid)
-    joint = hidden.flatten(0, 2)[batch.slot_index]
-    weight = draft.bound.head
-    if draft.markov_head is not None:
-        markov = draft.markov_features(batch.prev_tokens, hidden)
-        joint = torch.cat((joint, markov.flatten(0, 2)[batch.slot_index]), -1)
-        weight = torch.cat((weight, draft.markov_head.markov_w2.weight), -1)
+    size = objective.draft.config.block_size
+    features = objective.draft_features(batch)
     slots, target = objective.slots(batch), objective.target_rows(batch)
     columns = []
-    for part in torch.split(torch.arange(len(joint)), 512):
-        draft_logits = functional.linear(joint[part], weight).float()
+    for part in torch.split(torch.arange(len(slots.labels), device=objective.device), 256):
+        own = (features[0][part], None if features[1] is None else features[1][part])
+        logits = scaled_logits(own, objective.draft_weight, objective.temperature)
+        labels = slots.labels[part]
+        if greedy:
+            match = (logits.argmax(-1) == labels).to(logits.dtype)
+            columns.append(torch.stack((torch.ones_like(match), match, match), -1))
+            continue
         target_probs = target.probabilities(slots.positions[part])
-        draft_probs = (draft_logits / objective.temperature).softmax(-1)
-        index = slots.labels[part].clamp(min=0)[:, None]
-        said = (slots.labels[part] >= 0).float()
+        draft_probs = logits.softmax(-1)
+        index = labels.clamp(min=0)[:, None]
+        said = labels >= 0
         # A word the draft cannot say has draft probability 0; its target probability only has to
         # be positive, since the ratio is then 0 whatever it is.
-        target_token = target_probs.gather(1, index)[:, 0] * said + (1 - said)
-        draft_token = draft_probs.gather(1, index)[:, 0] * said
+        target_token = target_probs.gather(1, index)[:, 0].masked_fill(~said, 1.0)
+        draft_token = draft_probs.gather(1, index)[:, 0].masked_fill(~said, 0.0)
         overlap = torch.minimum(draft_probs, target_probs).sum(-1)
         columns.append(torch.stack((target_token, draft_token, overlap), -1))
     # Slots come block by block; keep the blocks of which every slot is supervised.
-    flat = torch.full((batch.valid.numel() * size, 3), float("nan"))
-    flat[batch.slot_index] = torch.cat(columns)
-    blocks = flat.view(-1, size, 3)
-    blocks = blocks[~blocks.isnan().flatten(1).any(1)]
+    rows = torch.cat(columns)
+    supervised = torch.zeros(batch.valid.numel() * size, dtype=torch.bool, device=rows.device)
+    supervised[batch.slot_index] = True
+    flat = rows.new_zeros(len(supervised), 3)
+    flat[batch.slot_index] = rows
+    blocks = flat.view(-1, size, 3)[supervised.view(-1, size).all(1)]
     return expected_accepts(blocks[..., 0], blocks[..., 1], blocks[..., 2])
 
 
 def draft_vocabulary_coverage(draft: DSparkDraft, samples: Sequence[TrainingSample]) -> float:
-    """Share of the samples' response tokens that the draft's vocabulary holds."""
+    """Share of the samples' response tokens that the draft's vocabulary holds; NaN of none."""
     known = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
-    known[draft.target_ids] = True
+    known[draft.target_ids.cpu()] = True
+    if not samples:
+        return float("nan")
     response = torch.cat([sample.tokens[sample.prompt_length :] for sample in samples])
     return float(known[response.long()].float().mean())

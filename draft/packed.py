@@ -18,7 +18,9 @@ _ROWS = 8
 
 def packing_helps(weight: Tensor) -> bool:
     """Whether oneDNN multiplies with this dtype natively on this processor."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu":
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False

@@ -11,7 +11,8 @@ from sparksmith.draft.errors import UserError
 from sparksmith.eval.lossless import DrafterMaker
 from sparksmith.eval.replay import with_entropy
 from sparksmith.eval.trace import Trace
-from sparksmith.verify.decode import DecodeResult, DecodeSettings, decode
+from sparksmith.verify.decode import DecodeSettings, decode
+from sparksmith.verify.response import DecodeResult
 from sparksmith.verify.target import TransformersTarget
 
 Arm = Literal["speculative", "autoregressive"]

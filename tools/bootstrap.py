@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,6 +109,11 @@ def make_venv(venv: Path, *, system_packages: bool) -> None:
     if system_packages:
         command.append("--system-site-packages")
     run([*command, str(venv)])
+    if system_packages and sys.prefix != sys.base_prefix:
+        # This Python is itself a virtual environment, whose packages venv would pass over.
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        outer = venv / "lib" / version / "site-packages" / "outer-environment.pth"
+        outer.write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
 
 def same_kind(venv: Path, system_packages: bool) -> bool:

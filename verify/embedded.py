@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def fetch_embedded(progress: Progress = lambda _stage, _fraction: None) -> Embed
         model = EmbeddedModel(
             path=path, fetch_seconds=fetched - start, convert_seconds=ended - fetched
         )
-        write_json(converted / RECORD, _record(model))
+        write_json(converted / RECORD, _record())
         _publish(converted, path)
         progress("converting to safetensors", 1.0)
     return model
@@ -104,6 +104,7 @@ def _workplace(path: Path) -> Iterator[Path]:
                 f"has {free / 1e6:.0f} MB free, and {NEEDED_BYTES / 1e6:.0f} MB are needed",
                 f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
             )
+        _remove_stale(path)
         work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(
@@ -116,6 +117,13 @@ def _workplace(path: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what a killed process left hours ago; a folder in use is younger."""
+    for work in path.parent.glob(f".{path.name}.*"):
+        if time.time() - work.stat().st_mtime > 6 * 3600:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _fetch(folder: Path, progress: Progress) -> Path:
@@ -164,8 +172,11 @@ def _watching(folder: Path, expected: float, report: Callable[[float], None]) ->
     done = threading.Event()
 
     def watch() -> None:
+        most = 0.0
         while not done.wait(0.5):
-            report(min(_bytes_in(folder) / expected, 0.99))
+            # pip's temporary files go as the wheel comes; progress does not go back.
+            most = max(most, min(_bytes_in(folder) / expected, 0.99))
+            report(most)
 
     report(0.0)
     watcher = threading.Thread(target=watch, daemon=True)
@@ -221,7 +232,7 @@ def write_converted(gguf: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _record(model: EmbeddedModel) -> dict[str, object]:
+def _record() -> dict[str, object]:
     return {
         "name": MODEL_NAME,
         "license": "Apache-2.0",
@@ -230,7 +241,6 @@ def _record(model: EmbeddedModel) -> dict[str, object]:
         "file": GGUF,
         "dtype": "float32",
         "versions": {name: version(name) for name in ("torch", "transformers", "gguf")},
-        **{key: round(v, 1) for key, v in asdict(model).items() if key.endswith("_seconds")},
     }
 
 

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from sparksmith.draft.errors import UserError
-from sparksmith.verify.target import TransformersTarget, pack_linears
+from sparksmith.verify.packing import pack_linears
+from sparksmith.verify.target import TransformersTarget
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -36,7 +37,7 @@ def load_target(
     """Load a causal language model and its tokenizer, ready to decode.
 
     `dtype` "auto" is bfloat16 where the device multiplies it natively, else float32. On a CPU the
-    linear layers are packed (`pack_linears`), which holds their weights twice. Raises UserError
+    layers are packed and fused (`pack_linears`), which holds the weights twice. Raises UserError
     for what cannot be found, read or served exactly: no such folder or repository, no safetensors
     weights, missing or misshapen weights, code that was not trusted, an unknown architecture, a
     tokenizer that does not fit, states that do not come back after rejected tokens.
@@ -48,7 +49,7 @@ def load_target(
     model = _model(name, config, torch_dtype, trust_remote_code).to(device)
     tokenizer = _tokenizer(name, trust_remote_code)
     if device == "cpu":
-        pack_linears(model)
+        pack_linears(model, fused=True)
     target = TransformersTarget(model, taps)
     if len(tokenizer) > target.vocab_size:
         raise UserError(
@@ -179,6 +180,8 @@ def _model(
             config=config,
             dtype=dtype,
             use_safetensors=True,
+            # Not ignored, but named below.
+            ignore_mismatched_sizes=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
@@ -204,15 +207,20 @@ def _model(
 
 
 def _tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    problem = "its files are missing"
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # For some architectures transformers makes an empty tokenizer up.
+        if tokenizer("Hello, world", add_special_tokens=False)["input_ids"]:
+            return tokenizer
     except (OSError, ValueError) as error:
-        raise UserError(
-            "target",
-            name,
-            f"has no tokenizer that can be read ({_first_line(error)})",
-            "Put the tokenizer's files beside the weights.",
-        ) from None
+        problem = _first_line(error)
+    raise UserError(
+        "target",
+        name,
+        f"has no tokenizer that can be read ({problem})",
+        "Put the tokenizer's files beside the weights.",
+    )
 
 
 def _not_found(name: str, error: OSError) -> UserError:

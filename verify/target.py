@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparksmith.draft.errors import UserError
-from sparksmith.draft.packed import pack_weight
 from sparksmith.verify.caches import RewindingCache
+from sparksmith.verify.packing import pack_linears as pack_linears
 
 # Kept tokens are run again together with the next block until there are this many of them: a few
 # more tokens in a pass cost less than a pass of their own.
@@ -253,17 +253,6 @@ class TargetStream:
         return TargetPass(
             logits=output.logits[0], features=None if features is None else features[0]
         )
-
-
-def pack_linears(model: PreTrainedModel) -> None:
-    """Prepare every linear layer for small matrix products on a CPU (see `draft.packed`).
-
-    Both arms of a comparison use the model, so both profit. Inference only: gradients do not flow
-    through a packed layer, and its `weight` stays as it was for those who read it.
-    """
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            setattr(module, "forward", pack_weight(module.weight, module.bias))  # noqa: B010
 
 
 def _probe_tokens(target: TransformersTarget, count: int) -> Tensor:

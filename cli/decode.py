@@ -1,0 +1,180 @@
+"""`sparksmith decode`: one answer on the terminal, and which of its tokens were drafted."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparksmith.cli.answer import LEGENDS, AnswerPrinter, Marks, marks_for
+from sparksmith.cli.errors import INTERRUPTED
+from sparksmith.cli.target import (
+    Device,
+    Dtype,
+    OpenTarget,
+    TargetChoice,
+    TargetName,
+    Threads,
+    TrustRemoteCode,
+    open_target,
+)
+
+if TYPE_CHECKING:
+    from sparksmith.draft.model import DSparkDraft
+    from sparksmith.draft.proposal import Drafter
+    from sparksmith.verify.decode import DecodeSettings
+    from sparksmith.verify.response import DecodeResult
+
+EXAMPLE = 'sparksmith decode "Write a function that reverses a list." --draft runs/draft/best'
+DECODING = "Decoding"
+NGRAM, NOTHING = "ngram", "none"
+
+
+def decode(
+    prompt: Annotated[str, typer.Argument(help="What to ask the target.")],
+    draft: Annotated[
+        str,
+        typer.Option(help="Folder of a draft, `ngram` for prompt lookup, or `none` for neither."),
+    ] = NGRAM,
+    target: TargetName = "embedded",
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy.", rich_help_panel=DECODING)
+    ] = 0.7,
+    top_p: Annotated[float, typer.Option(help="1 is off.", rich_help_panel=DECODING)] = 0.95,
+    top_k: Annotated[int, typer.Option(help="0 is off.", rich_help_panel=DECODING)] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="The longest answer.", rich_help_panel=DECODING)
+    ] = 256,
+    num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-tokens",
+            "-k",
+            help="Tokens drafted a step (default: the draft's block, or 4).",
+            rich_help_panel=DECODING,
+        ),
+    ] = None,
+    draft_top_p: Annotated[
+        float, typer.Option(help="The draft's own nucleus.", rich_help_panel=DECODING)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.", rich_help_panel=DECODING)] = 0,
+    marks: Annotated[
+        Marks | None,
+        typer.Option(help="How drafted tokens are shown (default: as the terminal can)."),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    """Stream one answer, and show which of its tokens were drafted.
+
+    The answer goes to stdout, the legend and the figures to stderr.
+
+    Ctrl-C ends it with the figures so far.
+    """
+    from sparksmith.draft.sampling import Sampling
+    from sparksmith.verify.decode import DecodeSettings
+
+    loaded = load_draft_choice(draft)
+    settings = DecodeSettings(
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        max_new_tokens=max_new_tokens,
+        num_tokens=num_tokens or (loaded.config.block_size if loaded else 4),
+        seed=seed,
+    )
+    choice = TargetChoice(
+        name=target,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+    )
+    opened = open_target(
+        choice, taps=loaded.config.target_layer_ids if loaded else (), identify=False
+    )
+    drafter = make_drafter(opened, draft, loaded, settings, draft_top_p)
+    return stream(opened, drafter, prompt, settings, marks)
+
+
+def load_draft_choice(draft: str) -> "DSparkDraft | None":
+    """The draft in a folder; None for `ngram` and `none`."""
+    if draft in (NGRAM, NOTHING):
+        return None
+    import torch
+
+    from sparksmith.draft.checkpoint import load_draft
+
+    return load_draft(Path(draft), dtype=torch.float32)
+
+
+def make_drafter(
+    opened: OpenTarget,
+    name: str,
+    draft: "DSparkDraft | None",
+    settings: "DecodeSettings",
+    draft_top_p: float,
+) -> "Drafter | None":
+    """The drafter of this request; None for plain decoding. UserError where the draft is unfit."""
+    from sparksmith.cli.evaluating import check_fit, drafter_maker
+
+    if name == NOTHING:
+        return None
+    if draft is not None:
+        check_fit(draft, opened.target, name)
+    return drafter_maker(opened.target, draft, draft_top_p)(settings.sampling, settings.seed)
+
+
+def stream(
+    opened: OpenTarget,
+    drafter: "Drafter | None",
+    prompt: str,
+    settings: "DecodeSettings",
+    marks: Marks | None,
+) -> int:
+    """Print the answer and its figures; the exit code is 130 when Ctrl-C ended it."""
+    from rich.console import Console
+
+    from sparksmith.verify.decode import stream_decode
+    from sparksmith.verify.loading import render_prompt
+    from sparksmith.verify.response import Step, collect
+
+    out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    marks = marks or marks_for(out)
+    prompt_ids = render_prompt(opened.tokenizer, [{"role": "user", "content": prompt}])
+    coming = stream_decode(opened.target, drafter, prompt_ids, settings)
+    if marks is not Marks.NONE:
+        notes.print(LEGENDS[marks])
+    steps: list[Step] = []
+    printer = AnswerPrinter(out, opened.tokenizer, marks)
+    interrupted = False
+    start = time.perf_counter()
+    try:
+        for step in coming:
+            steps.append(step)
+            printer.add(step.tokens, step.draft_kept)
+    except KeyboardInterrupt:
+        interrupted = True
+    printer.finish()
+    notes.print(figures(collect(steps), time.perf_counter() - start), soft_wrap=True)
+    return INTERRUPTED if interrupted else 0
+
+
+def figures(result: "DecodeResult", seconds: float) -> str:
+    """One line: tokens, steps, acceptance length with and without the bonus token, speed.
+
+    Acceptance length is 1 + accepted / steps (bonus counted); tokens/s leave out the first token,
+    which comes from the prefill.
+    """
+    count, steps = len(result.token_ids), len(result.accepted)
+    if not steps:
+        return f"{count} tokens, {result.finish_reason}, {seconds:.1f} s"
+    accepted = sum(result.accepted) / steps
+    parts = [f"{count} tokens in {steps} steps ({result.finish_reason})"]
+    if sum(result.drafted):
+        drafting = sum(result.draft_seconds) / max(result.decode_seconds, 1e-9)
+        parts.append(f"acceptance length {1 + accepted:.2f} with the bonus, {accepted:.2f} without")
+        parts.append(f"drafting {drafting:.0%} of the time")
+    parts.append(f"{(count - 1) / max(result.decode_seconds, 1e-9):.1f} tokens/s")
+    parts.append(f"first token after {result.first_token_seconds:.2f} s")
+    return "; ".join(parts)
