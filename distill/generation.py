@@ -35,6 +35,11 @@ class GenerationSettings:
     batch_size: int = 64
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(name, getattr(self, name), "is not positive", "Use 1 or more.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFeatures:

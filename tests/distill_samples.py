@@ -81,9 +81,6 @@ def samples_of(
     return OnlineFeatures(target, responses, sampling).take(range(len(responses)))
 
 
-TARGET = tiny_target()
-
-
 class InMemory:
     """Samples that are simply there."""
 
@@ -116,7 +113,7 @@ def train_settings(steps: int | None = 12, **changes: Any) -> TrainSettings:
 def tiny_trainer(
     folder: Path, samples: list[TrainingSample], wanted: TrainSettings, **draft: Any
 ) -> Trainer:
-    """Trains a random draft for TARGET on all samples; the first three are also the held-out ones."""
+    """Trains a random draft for TARGET; the first three samples are also the held-out ones."""
     return Trainer(fitting_draft(TARGET, **draft), wanted, folder, (InMemory(samples), samples[:3]))
 
 
@@ -127,3 +124,6 @@ def weights(draft: DSparkDraft) -> dict[str, Tensor]:
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     assert one.keys() == other.keys()
     return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+TARGET = tiny_target()

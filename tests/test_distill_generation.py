@@ -154,6 +154,9 @@ def test_unfit_prompts_are_refused_before_any_work() -> None:
         wrong = Request(request_id="odd", prompt_ids=prompt)
         with pytest.raises(UserError, match="prompt odd"):
             next(generator.run([requests()[0], wrong]))
+    for name in ("batch_size", "max_new_tokens"):
+        with pytest.raises(UserError, match=name):
+            replace(settings, **{name: 0})
     with pytest.raises(UserError, match="512 positions"):
         BatchGenerator(target, settings, max_prompt_tokens=508)
 

@@ -11,7 +11,8 @@ class Step:
 
     `draft_kept[i]` says whether `tokens[i]` was drafted and accepted, or is the target's own.
     `accepted` counts kept tokens only: those after a stop token are not. The step took
-    `draft_seconds` + `verify_seconds`; the latter include choosing the tokens and rewinding.
+    `draft_seconds` (telling the drafter what was committed, and proposing) + `verify_seconds`
+    (the target's pass, choosing the tokens, and rewinding).
     """
 
     number: int
