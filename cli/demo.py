@@ -197,7 +197,7 @@ def _generate(
 
     found = _training_prompts(plan.seed)
     kept, _ = tokenize_prompts(opened.tokenizer, found, max_prompt_tokens=MAX_PROMPT_TOKENS)
-    settings = GenerationSettings(sampling=plan.sampling, max_new_tokens=192, seed=plan.seed)
+    settings = GenerationSettings(sampling=plan.sampling, max_new_tokens=160, seed=plan.seed)
     before = float(record.content["results"].get("generation_seconds", 0.0))
     budget = 60 * plan.budget * GENERATION_SHARE
     made: dict[str, Response] = {}

@@ -44,7 +44,7 @@ def train(
     ] = None,
     batch_size: Annotated[
         int, typer.Option(help="Responses a step.", rich_help_panel=TRAINING)
-    ] = 4,
+    ] = 2,
     anchors: Annotated[
         int, typer.Option(help="Most blocks of a response.", rich_help_panel=TRAINING)
     ] = 64,
@@ -53,7 +53,7 @@ def train(
     ] = "adamw",
     lr: Annotated[
         float, typer.Option(help="AdamW's learning rate.", rich_help_panel=TRAINING)
-    ] = 1e-3,
+    ] = 4e-3,
     weight_decay: Annotated[
         float, typer.Option(help="For all weights.", rich_help_panel=TRAINING)
     ] = 0.0,

@@ -19,7 +19,7 @@ class OptimizerSettings:
     rest (embedding-like Markov tables, norms, confidence head)."""
 
     name: OptimizerName = "adamw"
-    lr: float = 1e-3
+    lr: float = 4e-3
     muon_lr: float = 0.02
     weight_decay: float = 0.0
     grad_clip: float = 1.0

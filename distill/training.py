@@ -49,7 +49,7 @@ class TrainSettings:
 
     budget: Budget
     temperature: float = 0.7
-    batch_size: int = 4
+    batch_size: int = 2
     anchors: int = 64
     warmup: float = 0.04
     greedy_rollouts: bool = False

@@ -63,13 +63,13 @@ def _keep_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Zero the words outside the nucleus and renormalise.
 
     A full sort of a large vocabulary costs more than a small model's step. The nucleus is nearly
-    always among the few hundred most likely words, so only those are sorted; the rest is sorted
-    when their mass does not reach `top_p`.
+    always among the few dozen most likely words: more are sorted only when these lack the mass.
     """
-    candidates = min(512, probs.shape[-1])
-    top, index = probs.topk(candidates)
-    if candidates < probs.shape[-1] and not bool((top.sum(-1) > top_p + 1e-4).all()):
-        top, index = probs.sort(descending=True)
+    vocab = probs.shape[-1]
+    for candidates in (64, 1024, vocab):
+        top, index = probs.topk(min(candidates, vocab))
+        if candidates >= vocab or bool((top.sum(-1) > top_p + 1e-4).all()):
+            break
     before = top.cumsum(-1) - top
     kept = top.masked_fill(before >= top_p, 0.0)
     kept = kept / kept.sum(-1, keepdim=True)
