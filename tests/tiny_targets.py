@@ -25,9 +25,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_target(folder: Path, kind: str = "qwen3") -> Path:
+def save_tiny_target(folder: Path, kind: str = "qwen3", **sizes: int) -> Path:
     """Write a random model of `kind` that ends some of its answers."""
-    model = tiny_model(kind, vocab_size=EOS + 1)
+    model = tiny_model(kind, vocab_size=EOS + 1, **sizes)
     # Three words of 257: answers end after eighty tokens or so, or at the cap.
     model.generation_config.eos_token_id = [EOS, 7, 77]
     model.save_pretrained(folder)
