@@ -1,39 +1,26 @@
 """`sparksmith demo`: from nothing to a report on a real model, in one command."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparksmith.cli import evaluate, train
-from sparksmith.cli.progress import duration, progress
+from sparksmith.cli import evaluate
+from sparksmith.cli.distilling import DistilPlan, distil
+from sparksmith.cli.progress import duration
 from sparksmith.cli.target import OpenTarget, TargetChoice, fetch_with_progress, open_target
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sparksmith.distill.generation import GenerationSettings, Response
-    from sparksmith.verify.run_record import RunRecord
+    from sparksmith.draft.sampling import Sampling
+    from sparksmith.eval.prompt_sets import EvalPrompt
 
 EXAMPLE = "sparksmith demo --budget 20"
 
-GENERATION_SHARE = 0.5
-"""Of the budget; at this size a draft is short of data before it is short of steps."""
-MIX = {
-    "code": 0.40,
-    "creative": 0.30,
-    "chat": 0.10,
-    "explanation": 0.08,
-    "maths": 0.06,
-    "extraction": 0.06,
-}
-TAPS = (3, 9, 15, 21, 27)
-MAX_PROMPT_TOKENS = 224
-MOST_PROMPTS = 20_000
+DEFAULT_MINUTES = 20.0
 WORKLOADS = ("code", "creative", "chat", "maths", "extraction")
+MAIN_WORKLOADS = ("code", "creative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +40,13 @@ QUICK = Scale(main=6, others=0, max_new_tokens=96, lossless=4)
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run [default: runs/demo or runs/pretrained].")
+        Path | None,
+        typer.Option(help="Folder of the run [default: one in runs/, named by the budget]."),
     ] = None,
     budget: Annotated[
-        float, typer.Option(help="Minutes for generation, features and training together.")
-    ] = 20.0,
+        float | None,
+        typer.Option(help="Minutes for generation, features and training together [default: 20]."),
+    ] = None,
     pretrained: Annotated[
         bool, typer.Option("--pretrained", help="Take the packaged draft; about three minutes.")
     ] = False,
@@ -76,56 +65,47 @@ def demo(
     """
     from sparksmith.draft.sampling import Sampling
 
-    if not budget > 0:
-        raise UserError("--budget", budget, "is not positive", "Give minutes, such as 20.")
-    if limit is not None and limit < 1:
-        raise UserError("--limit", limit, "is below 1", "Use 1 or more.")
+    _check(budget, pretrained, limit, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p)
-    folder = out or Path("runs") / ("pretrained" if pretrained else "demo")
-    clock = _Stages()
+    minutes = DEFAULT_MINUTES if budget is None else budget
+    name = "pretrained" if pretrained else f"demo-{minutes:g}min"
+    folder = out or Path("runs") / name
+    draft = packaged_draft() if pretrained else None
     model = fetch_with_progress()
-    clock.add("fetch", model.fetch_seconds)
-    clock.add("convert", model.convert_seconds)
-    choice = TargetChoice(name="embedded", threads=threads)
-    opened = open_target(choice, taps=_taps(pretrained))
-    if pretrained:
-        draft = packaged_draft()
-        scale = QUICK
-    else:
-        draft = _distil(
-            opened, folder, DistilPlan(budget=budget, sampling=sampling, seed=seed), clock
-        )
-        scale = FULL
-    prompts = _prompts(scale, limit)
-    started = time.perf_counter()
-    summary = _evaluate(opened, draft, prompts, (sampling, seed, scale), folder / "report")
-    clock.add("evaluate", time.perf_counter() - started)
-    print(clock.line())
+    seconds = {"fetch": model.fetch_seconds, "convert": model.convert_seconds}
+    # float32: at temperature 0 the texts of both arms are compared token for token.
+    choice = TargetChoice(name="embedded", threads=threads, dtype="float32")
+    opened = open_target(choice, taps=_taps(draft, choice))
+    if draft is None:
+        plan = DistilPlan(minutes=minutes, sampling=sampling, seed=seed)
+        draft, spent = distil(opened, folder, plan)
+        seconds |= spent
+    report = folder / ("report" if limit is None else f"report-{limit}")
+    scale = QUICK if pretrained else FULL
+    summary, seconds["evaluate"] = _evaluate(
+        opened, draft, _prompts(scale, limit), (sampling, seed, scale), report
+    )
+    print("time: " + ", ".join(f"{name} {duration(value)}" for name, value in seconds.items()))
     check = summary["losslessness"]
     return 1 if check and check["differences"] else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistilPlan:
-    """What of the demo's distillation can be chosen."""
-
-    budget: float
-    sampling: Any
-    seed: int
-
-
-class _Stages:
-    """Seconds of each stage, printed at the end."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
-    def line(self) -> str:
-        parts = [f"{name} {duration(value)}" for name, value in self._seconds.items()]
-        return "time: " + ", ".join(parts)
+def _check(budget: float | None, pretrained: bool, limit: int | None, temperature: float) -> None:
+    if budget is not None and not budget > 0:
+        raise UserError("--budget", budget, "is not positive", "Give minutes, such as 20.")
+    if budget is not None and pretrained:
+        raise UserError(
+            "--budget", budget, "has no use with --pretrained", "Leave one of the two out."
+        )
+    if limit is not None and limit < 1:
+        raise UserError("--limit", limit, "is below 1", "Use 1 or more.")
+    if not temperature > 0:
+        raise UserError(
+            "--temperature",
+            temperature,
+            "leaves total variation nothing to learn from",
+            "Use more than 0; texts at temperature 0 are compared in any case.",
+        )
 
 
 def packaged_draft() -> Path:
@@ -140,140 +120,22 @@ def packaged_draft() -> Path:
     return folder
 
 
-def _taps(pretrained: bool) -> tuple[int, ...]:
-    if not pretrained:
-        return TAPS
-    from sparksmith.draft.checkpoint import read_config
+def _taps(draft: Path | None, choice: TargetChoice) -> tuple[int, ...]:
+    if draft is not None:
+        from sparksmith.draft.checkpoint import read_config
 
-    return read_config(packaged_draft()).target_layer_ids
+        return read_config(draft).target_layer_ids
+    from sparksmith.cli.train import taps_of
 
-
-def _distil(opened: OpenTarget, folder: Path, plan: DistilPlan, clock: _Stages) -> Path:
-    """Generate, then train; both go on where an interrupted demo was. Returns the best draft."""
-    from sparksmith.distill.new_draft import DraftShape
-    from sparksmith.distill.schedule import Budget
-    from sparksmith.distill.training import TrainSettings
-    from sparksmith.verify.run_record import RunRecord
-
-    best = folder / "train" / "best"
-    record = RunRecord.open(
-        folder,
-        "demo",
-        settings={
-            "budget_minutes": plan.budget,
-            "temperature": plan.sampling.temperature,
-            "top_p": plan.sampling.top_p,
-            "seed": plan.seed,
-        },
-        inputs={"target": opened.record},
-    )
-    with record:
-        responses, generated = _generate(opened, folder / "responses", plan, record)
-        clock.add("generate", generated)
-        minutes = max(0.1, plan.budget - generated / 60)
-        settings = TrainSettings(
-            budget=Budget(minutes=minutes), temperature=plan.sampling.temperature, seed=plan.seed
-        )
-        inputs = train.TrainingInputs(
-            responses=responses,
-            sampling=plan.sampling,
-            record={"responses": len(responses)},
-            held_out=64,
-            cache_bytes=6 << 30,
-        )
-        results = train.run_training(opened, inputs, (DraftShape(), settings), folder / "train")
-        clock.add("train", results["seconds"])
-        record.finish("complete", **{k: v for k, v in results.items() if k != "history"})
-    return best
+    return taps_of(choice, None)
 
 
-def _generate(
-    opened: OpenTarget, folder: Path, plan: DistilPlan, record: "RunRecord"
-) -> "tuple[list[Response], float]":
-    """Responses, with features where they were made just now, and the seconds spent in all."""
-    from sparksmith.distill.generation import GenerationSettings
-    from sparksmith.distill.responses import Watch, generate_responses, tokenize_prompts
-    from sparksmith.distill.shards import ShardWriter
-
-    found = _training_prompts(plan.seed)
-    kept, _ = tokenize_prompts(opened.tokenizer, found, max_prompt_tokens=MAX_PROMPT_TOKENS)
-    settings = GenerationSettings(sampling=plan.sampling, max_new_tokens=160, seed=plan.seed)
-    before = float(record.content["results"].get("generation_seconds", 0.0))
-    budget = 60 * plan.budget * GENERATION_SHARE
-    made: dict[str, Response] = {}
-    writer = ShardWriter(folder)
-    total, started = before, time.perf_counter()
-    if before < budget and not record.content["results"].get("generated"):
-        with progress("generate", total=budget, unit="s", done=before) as bar:
-
-            def on_progress(responses: int, tokens: int) -> None:
-                nonlocal total
-                total = before + time.perf_counter() - started
-                bar.at(min(total, budget), tokens=tokens, note=f"{len(made)} responses")
-                if responses and len(made) % 50 == 0:
-                    record.update(generation_seconds=round(total, 1))
-
-            # The rows under way when time is up are finished: they take about their length again.
-            stop = _finish_in_time(budget - before, settings)
-            watch = Watch(
-                on_progress=on_progress,
-                on_response=lambda response: made.update({response.request_id: response}),
-                stop=stop,
-                capture=True,
-            )
-            generate_responses(opened.target, opened.tokenizer, kept, settings, writer, watch)
-        total = before + time.perf_counter() - started
-        record.update(generation_seconds=round(total, 1), generated=True)
-    return _all_responses(folder, made), total
-
-
-def _finish_in_time(seconds: float, settings: "GenerationSettings") -> "Callable[[], bool]":
-    """True once the rows under way need the rest of the time, judged by the steps so far.
-
-    The tail runs ever smaller batches, so it takes about half of a full batch's time per token.
-    """
-    started = time.perf_counter()
-    calls = 0
-
-    def stop() -> bool:
-        nonlocal calls
-        calls += 1
-        spent = time.perf_counter() - started
-        tail = 0.5 * settings.max_new_tokens * spent / calls
-        return spent + (tail if calls > 20 else 0.0) >= seconds
-
-    return stop
-
-
-def _training_prompts(seed: int) -> "list[Any]":
-    from sparksmith.distill.prompt_sources import packaged_prompts
-
-    return packaged_prompts(MOST_PROMPTS, seed=seed, mix=MIX)
-
-
-def _all_responses(folder: Path, made: "dict[str, Response]") -> "list[Response]":
-    """Those on disk; the ones made just now carry their features."""
-    from sparksmith.distill.generation import Response
-    from sparksmith.distill.shards import read_responses
-
-    return [
-        made.get(row.request_id)
-        or Response(
-            request_id=row.request_id,
-            prompt_ids=row.prompt_ids,
-            token_ids=row.token_ids,
-            finish_reason=row.finish_reason,
-        )
-        for row in read_responses(folder)
-    ]
-
-
-def _prompts(scale: Scale, limit: int | None) -> "list[Any]":
+def _prompts(scale: Scale, limit: int | None) -> "list[EvalPrompt]":
     from sparksmith.eval.prompt_sets import load_workloads
 
     prompts = []
     for workload in WORKLOADS:
-        most = scale.main if workload in ("code", "creative") else scale.others
+        most = scale.main if workload in MAIN_WORKLOADS else scale.others
         most = most if limit is None else limit
         if most:
             prompts += load_workloads([workload], limit=most)
@@ -281,11 +143,19 @@ def _prompts(scale: Scale, limit: int | None) -> "list[Any]":
 
 
 def _evaluate(
-    opened: OpenTarget, draft: Path, prompts: "list[Any]", how: tuple[Any, int, Scale], out: Path
-) -> dict[str, Any]:
+    opened: OpenTarget,
+    draft: Path,
+    prompts: "list[EvalPrompt]",
+    how: "tuple[Sampling, int, Scale]",
+    out: Path,
+) -> tuple[dict[str, Any], float]:
+    """The report's summary and the seconds that it took."""
+    import time
+
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
 
+    started = time.perf_counter()
     sampling, seed, scale = how
     loaded = evaluate.load(str(draft))
     assert loaded is not None
@@ -296,6 +166,7 @@ def _evaluate(
         seed=seed,
     )
     own = Sampling(temperature=sampling.temperature)
-    return evaluate.run(
+    summary = evaluate.run(
         opened, (str(draft), loaded), prompts, (settings, own), (out, scale.lossless)
     )
+    return summary, time.perf_counter() - started

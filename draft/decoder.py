@@ -7,6 +7,7 @@ Shapes: L layers, T context positions, K slots of a block, D head size, H hidden
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,10 +72,11 @@ class DecodingWeights:
             bound = draft.bound
             # A reduced vocabulary has rows of its own; the whole head is shared with the target
             # and is not copied for speed.
+            head = bound.head.to(draft.fc.weight.dtype)
             self.head: Linear = (
-                pack_weight(bound.head.to(draft.fc.weight.dtype))
+                pack_weight(head)
                 if draft.config.reduced_vocabulary
-                else draft.base_logits
+                else partial(functional.linear, weight=head)
             )
             self.markov: Linear | None = None
             if draft.markov_head is not None:

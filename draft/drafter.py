@@ -16,12 +16,19 @@ class DSparkDrafter:
     """Drafts for one request with a bound DSpark draft.
 
     `sampling` is the draft's own: exactness needs only that the probabilities reported are those
-    sampled from. `generator` lives on the draft's device.
+    sampled from. `generator` lives on the draft's device. Confidences are computed on request:
+    a loop that verifies every drafted token has no use for them.
     """
 
     def __init__(
-        self, draft: DSparkDraft, sampling: Sampling, generator: torch.Generator | None
+        self,
+        draft: DSparkDraft,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        *,
+        confidences: bool = False,
     ) -> None:
+        self._confidences = confidences
         self._draft = draft
         self._sampling = sampling
         self._generator = generator
@@ -55,7 +62,7 @@ class DSparkDrafter:
         hidden = self._decoder.block(block)[: max(num_tokens, 0)]
         tokens, probs = self._sample(block[0], hidden)
         confidences = None
-        if self._draft.confidence_head is not None:
+        if self._confidences and self._draft.confidence_head is not None:
             previous = torch.cat((block[:1], tokens))[: len(tokens)]
             logits = self._draft.confidence_logits(previous, hidden)
             confidences = logits.float().sigmoid()

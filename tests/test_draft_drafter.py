@@ -15,7 +15,7 @@ HEADS = ["vanilla", "gated", "rnn"]
 
 
 def drafter_of(draft: DSparkDraft, sampling: Sampling, seed: int = 3) -> DSparkDrafter:
-    drafter = DSparkDrafter(draft, sampling, torch.Generator().manual_seed(seed))
+    drafter = DSparkDrafter(draft, sampling, torch.Generator().manual_seed(seed), confidences=True)
     drafter.update(PROMPT, tiny_features(draft, len(PROMPT)))
     return drafter
 
