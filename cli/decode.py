@@ -1,12 +1,20 @@
 """`sparksmith decode`: one answer on the terminal, and which of its tokens were drafted."""
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparksmith.cli.answer import LEGENDS, AnswerPrinter, Marks, marks_for
+from sparksmith.cli.draft_choice import (
+    NGRAM,
+    NOTHING,
+    bind_draft,
+    check_choice,
+    load,
+    num_tokens_of,
+    read_draft_config,
+)
 from sparksmith.cli.errors import INTERRUPTED
 from sparksmith.cli.target import (
     Device,
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'sparksmith decode "Write a function that reverses a list." --draft runs/draft/best'
 DECODING = "Decoding"
-NGRAM, NOTHING = "ngram", "none"
 
 
 def decode(
@@ -76,11 +83,11 @@ def decode(
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
 
-    loaded = load_draft_choice(draft)
+    config = read_draft_config(draft)
     settings = DecodeSettings(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         max_new_tokens=max_new_tokens,
-        num_tokens=num_tokens or (loaded.config.block_size if loaded else 4),
+        num_tokens=num_tokens_of(num_tokens, config),
         seed=seed,
     )
     choice = TargetChoice(
@@ -90,22 +97,11 @@ def decode(
         threads=threads,
         trust_remote_code=trust_remote_code,
     )
-    opened = open_target(
-        choice, taps=loaded.config.target_layer_ids if loaded else (), identify=False
-    )
+    check_choice(config, choice, draft)
+    loaded = load(draft)
+    opened = open_target(choice, taps=config.target_layer_ids if config else (), identify=False)
     drafter = make_drafter(opened, draft, loaded, settings, draft_top_p)
     return stream(opened, drafter, prompt, settings, marks)
-
-
-def load_draft_choice(draft: str) -> "DSparkDraft | None":
-    """The draft in a folder; None for `ngram` and `none`."""
-    if draft in (NGRAM, NOTHING):
-        return None
-    import torch
-
-    from sparksmith.draft.checkpoint import load_draft
-
-    return load_draft(Path(draft), dtype=torch.float32)
 
 
 def make_drafter(
@@ -116,12 +112,12 @@ def make_drafter(
     draft_top_p: float,
 ) -> "Drafter | None":
     """The drafter of this request; None for plain decoding. UserError where the draft is unfit."""
-    from sparksmith.cli.evaluating import check_fit, drafter_maker
+    from sparksmith.cli.evaluating import drafter_maker
 
     if name == NOTHING:
         return None
     if draft is not None:
-        check_fit(draft, opened.target, name)
+        bind_draft(draft, opened.target, name)
     return drafter_maker(opened.target, draft, draft_top_p)(settings.sampling, settings.seed)
 
 

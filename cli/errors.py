@@ -15,6 +15,15 @@ FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    errno.EACCES: "Check the path and its permissions.",
+    errno.EPERM: "Check the path and its permissions.",
+    errno.EROFS: "Give a path on a disk that can be written to.",
+    errno.ENOENT: "Check the path.",
+    errno.ENOTDIR: "Check the path: a file stands where a folder is meant.",
+    errno.EEXIST: "Give another path, or move what is there.",
+    errno.EISDIR: "Give a file in place of the folder.",
+}
 
 
 def report(error: BaseException) -> int:
@@ -46,13 +55,13 @@ def from_system(error: BaseException) -> UserError | None:
     A full disk also arrives as a library's own error that quotes the system's words.
     """
     if isinstance(error, OSError) and error.errno is not None and error.errno not in _FULL:
-        if not isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
+        if error.errno not in _REMEDIES:
             return None
         return UserError(
             "file",
             str(error.filename or ""),
             f"cannot be used ({(error.strerror or '').lower()})",
-            "Check the path and its permissions.",
+            _REMEDIES[error.errno],
         )
     if getattr(error, "errno", None) in _FULL or "No space left on device" in str(error):
         return UserError(

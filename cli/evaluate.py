@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from sparksmith.cli.draft_choice import (
+    NOTHING,
+    bind_draft,
+    check_choice,
+    num_tokens_of,
+    read_draft_config,
+)
+from sparksmith.cli.draft_choice import load as load
 from sparksmith.cli.target import (
     Device,
     Dtype,
@@ -84,13 +92,18 @@ def evaluate(
     """
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
+    from sparksmith.verify.run_record import check_folder
 
+    if draft == NOTHING:
+        raise UserError(
+            "--draft", draft, "leaves one arm", "Give a folder or `ngram`; the other arm is plain."
+        )
     chosen = chosen_prompts(workload, prompts or [], limit)
-    loaded = load(draft)
+    config = read_draft_config(draft)
     settings = DecodeSettings(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         max_new_tokens=max_new_tokens,
-        num_tokens=num_tokens or (loaded.config.block_size if loaded else 4),
+        num_tokens=num_tokens_of(num_tokens, config),
         accept_rule=parse_rule(accept_rule),
         seed=seed,
     )
@@ -101,7 +114,10 @@ def evaluate(
         threads=threads,
         trust_remote_code=trust_remote_code,
     )
-    opened = open_target(choice, taps=loaded.config.target_layer_ids if loaded else ())
+    check_folder(out, "eval")
+    check_choice(config, choice, draft)
+    loaded = load(draft)
+    opened = open_target(choice, taps=config.target_layer_ids if config else ())
     summary = run(
         opened,
         (draft, loaded),
@@ -125,17 +141,6 @@ def chosen_prompts(
     for file in files:
         prompts += load_file(file, limit=limit)
     return prompts
-
-
-def load(draft: str) -> "DSparkDraft | None":
-    """The draft in a folder; None for `ngram`."""
-    if draft == "ngram":
-        return None
-    import torch
-
-    from sparksmith.draft.checkpoint import load_draft
-
-    return load_draft(Path(draft), dtype=torch.float32)
 
 
 def parse_rule(name: str) -> Literal["block", "standard"]:
@@ -162,7 +167,7 @@ def run(
 
     (name, loaded), (settings, draft_sampling), (out, lossless) = draft, sampling, place
     if loaded is not None:
-        evaluating.check_fit(loaded, opened.target, name)
+        bind_draft(loaded, opened.target, name)
     tokens = evaluating.tokenised(opened.tokenizer, prompts)
     check_prompts(opened.target, tokens, settings.max_new_tokens)
     draft_record = {"name": name} if loaded is None else {"name": name, **fingerprint(Path(name))}

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from sparksmith.cli.progress import progress
 from sparksmith.draft.drafter import DSparkDrafter
-from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.ngram import NgramDrafter
 from sparksmith.draft.proposal import Drafter
@@ -63,7 +62,8 @@ def drafter_maker(
         own = Sampling(temperature=sampling.temperature, top_p=draft_top_p)
         # Another stream than the target's: the uniforms that judge a draft must not be those that
         # drew it.
-        return DSparkDrafter(draft, own, torch.Generator().manual_seed(seed ^ 0x5DEECE66D))
+        generator = torch.Generator(draft.fc.weight.device).manual_seed(seed ^ 0x5DEECE66D)
+        return DSparkDrafter(draft, own, generator)
 
     return make
 
@@ -185,26 +185,3 @@ def _recover(path: Path) -> list[Trace]:
     kept = [trace for trace in traces if arms[trace.workload, trace.prompt_id] == 2]
     write_traces(path, kept)
     return kept
-
-
-def check_fit(draft: DSparkDraft, target: TransformersTarget, name: str) -> None:
-    """The draft must be made for this target; UserError names what does not fit.
-
-    `bind` checks widths and vocabularies; taps are checked here, before the target is tapped.
-    """
-    config = draft.config
-    if config.target_layer_ids[-1] >= target.num_layers - 1:
-        raise UserError(
-            "target_layer_ids",
-            list(config.target_layer_ids),
-            f"of draft {name} do not exist in a target of {target.num_layers} layers",
-            "Use the target that this draft was trained for.",
-        )
-    if config.target_hidden_size != target.hidden_size:
-        raise UserError(
-            "target_hidden_size",
-            config.target_hidden_size,
-            f"of draft {name} is not the target's width {target.hidden_size}",
-            "Use the target that this draft was trained for.",
-        )
-    draft.bind(target.embed_weight, target.head_weight)

@@ -3,10 +3,11 @@
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from sparksmith.cli.prompt_source import DEFAULT_COUNT, PromptSource
 from sparksmith.cli.target import (
     Device,
     Dtype,
@@ -22,12 +23,10 @@ if TYPE_CHECKING:
     from sparksmith.distill.generation import GenerationSettings
     from sparksmith.distill.responses import TokenizedPrompt
     from sparksmith.distill.shards import ShardWriter
-    from sparksmith.verify.prompts import Prompt
     from sparksmith.verify.run_record import RunRecord
 
 EXAMPLE = "sparksmith generate --count 2000 --out runs/responses"
 PROMPTS, SAMPLING, OUTPUT = "Prompts (the packaged ones by default)", "Sampling", "Output"
-DEFAULT_COUNT = 2000
 
 
 def generate(
@@ -134,43 +133,6 @@ class ShardChoice:
     rows_per_shard: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptSource:
-    """One of three sources of prompts, checked when made; `mix` is the command line's text."""
-
-    prompts: Path | None
-    dataset: str | None
-    count: int | None
-    mix: str | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.prompts and self.dataset:
-            raise UserError("--dataset", self.dataset, "and --prompts are both given", "Give one.")
-        if self.mix and (self.prompts or self.dataset):
-            raise UserError("--mix", self.mix, "is for the packaged prompts only", "Leave it out.")
-
-    def read(self) -> "list[Prompt]":
-        from sparksmith.distill import prompt_sources
-
-        if self.prompts:
-            return prompt_sources.file_prompts(self.prompts, self.count)
-        count = self.count or DEFAULT_COUNT
-        if self.dataset:
-            return prompt_sources.dataset_prompts(
-                prompt_sources.DatasetColumn.parse(self.dataset), count
-            )
-        return prompt_sources.packaged_prompts(count, seed=self.seed, mix=parse_mix(self.mix))
-
-    def record(self) -> dict[str, Any]:
-        """What identifies the source; the count does not, since a longer run begins alike."""
-        from sparksmith.verify.run_record import fingerprint
-
-        if self.prompts:
-            return fingerprint(self.prompts)
-        return {"dataset": self.dataset} if self.dataset else {"packaged": self.mix or "default"}
-
-
 def run(
     choice: TargetChoice,
     source: PromptSource,
@@ -181,10 +143,12 @@ def run(
 ) -> None:
     """Everything after the options: all checks come before the first token."""
     from sparksmith.cli.target import open_target
+    from sparksmith.distill.prompt_sources import prompts_digest
     from sparksmith.distill.responses import prompt_limit, tokenize_prompts
     from sparksmith.distill.shards import ShardWriter
-    from sparksmith.verify.run_record import RunRecord
+    from sparksmith.verify.run_record import RunRecord, check_folder
 
+    check_folder(shards.folder, "generate")
     found = source.read()
     opened = open_target(choice)
     limit = prompt_limit(opened.target, max_prompt_tokens, max_new_tokens=settings.max_new_tokens)
@@ -201,6 +165,7 @@ def run(
         inputs={"target": opened.record, "prompts": source.record()},
         conditions={
             "count": len(found),
+            "prompts_sha256": prompts_digest(found),
             "batch_size": settings.batch_size,
             "format": shards.shard_format,
         },
@@ -269,22 +234,6 @@ def check_at_least_one(**options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}", value, "is below 1", "Use 1 or more.")
-
-
-def parse_mix(text: str | None) -> dict[str, float] | None:
-    """Weights from KIND=WEIGHT,KIND=WEIGHT; the kinds are checked where they are used."""
-    if text is None:
-        return None
-    mix = {}
-    for part in text.split(","):
-        kind, _, weight = part.partition("=")
-        try:
-            mix[kind.strip()] = float(weight)
-        except ValueError:
-            raise UserError(
-                "--mix", text, f"has the part {part!r}", "Write code=0.5,creative=0.5."
-            ) from None
-    return mix
 
 
 def parse_format(text: str) -> Literal["jsonl", "parquet"]:

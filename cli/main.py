@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparksmith.cli import decode, demo, errors, evaluate, generate, train
+from sparksmith.cli import decode, demo, errors, evaluate, export, generate, train
 
 START, PATH = "Start here", "The path of work, in order"
 
@@ -22,9 +22,9 @@ The draft proposes tokens and the target verifies them: the text stays the targe
 """
 
 EPILOG = """
-[bold]generate[/] -> [bold]train[/] -> [bold]eval[/] -> [bold]decode[/]
+[bold]generate[/] -> [bold]train[/] -> [bold]eval[/] -> [bold]decode[/] -> [bold]export[/]
 
-the target's answers -> a draft -> acceptance and tokens/s -> one answer, watched
+the target's answers -> a draft -> acceptance and tokens/s -> one answer, watched -> an engine
 
 [bold]Example:[/] sparksmith demo runs the whole path on a small real model.
 """
@@ -49,6 +49,7 @@ add("generate", generate.generate, panel=PATH, example=generate.EXAMPLE)
 add("train", train.train, panel=PATH, example=train.EXAMPLE)
 add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
 add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)
+add("export", export.export, panel=PATH, example=export.EXAMPLE)
 
 
 def _print_version(wanted: bool) -> None:

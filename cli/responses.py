@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
+    from sparksmith.cli.target import OpenTarget
     from sparksmith.distill.generation import Response
     from sparksmith.draft.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Responses, their sampling, and what identifies them in a later run's record."""
+    """Responses, their sampling, the target's record, and what identifies them in a later run's
+    record."""
 
     responses: "list[Response]"
     sampling: "Sampling"
@@ -61,6 +63,26 @@ def read_generated(folder: Path) -> Generated:
         },
         target=record["inputs"]["target"],
     )
+
+
+def check_answered_by(generated: Generated, opened: "OpenTarget") -> None:
+    """UserError unless `opened` is the target that gave the responses.
+
+    Its dtype may be another: that changes rounding and nothing else.
+    """
+    theirs, own = generated.target, opened.record
+    # A converted model's files tell the versions that converted it; the wheel tells the model.
+    keys = [key for key in ("wheel_sha256", "sha256", "commit") if theirs.get(key) and own.get(key)]
+    key = keys[0] if keys else "name"
+    if theirs[key] == own[key]:
+        return
+    if theirs["name"] == own["name"]:
+        problem = "has changed since it gave the responses"
+        remedy = "Give --target the files that it had, or generate again."
+    else:
+        problem = f"did not give the responses: {theirs['name']} did"
+        remedy = f"Use --target {theirs['name']}, or generate again with this one."
+    raise UserError("--target", own["name"], problem, remedy)
 
 
 def _together(hashes: Any) -> str:

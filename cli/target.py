@@ -80,6 +80,7 @@ def open_target(
 
     from sparksmith.cli.quiet import quiet_libraries
     from sparksmith.draft.errors import UserError
+    from sparksmith.verify.embedded import TARGET_NAME, WHEEL_SHA256
     from sparksmith.verify.loading import load_target
     from sparksmith.verify.run_record import fingerprint
 
@@ -104,6 +105,8 @@ def open_target(
     else:
         commit = getattr(target.model.config, "_commit_hash", None)
         record = {"name": choice.name, "commit": commit}
+    if choice.name == TARGET_NAME:
+        record["wheel_sha256"] = WHEEL_SHA256
     record["dtype"] = str(target.dtype).removeprefix("torch.")
     return OpenTarget(target=target, tokenizer=tokenizer, record=record)
 

@@ -1,17 +1,13 @@
 """`sparksmith train`: responses in, a draft out."""
 
-import hashlib
-import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparksmith.cli.target import (
     Device,
     Dtype,
-    OpenTarget,
     TargetChoice,
     TargetName,
     Threads,
@@ -19,13 +15,12 @@ from sparksmith.cli.target import (
     open_target,
     resolve,
 )
+from sparksmith.cli.training import TrainingInputs as TrainingInputs
+from sparksmith.cli.training import run_training as run_training
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from sparksmith.distill.generation import Response
-    from sparksmith.distill.new_draft import DraftShape
-    from sparksmith.distill.training import Trainer, TrainSettings
-    from sparksmith.draft.model import DSparkDraft
+    from sparksmith.distill.optimizers import OptimizerSettings
     from sparksmith.draft.sampling import Sampling
 
 EXAMPLE = "sparksmith train --responses runs/responses --minutes 10 --out runs/draft"
@@ -42,6 +37,19 @@ def train(
     steps: Annotated[
         int | None, typer.Option(help="Step budget.", rich_help_panel=TRAINING)
     ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="At which the draft will serve (default: that of the responses).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="The target's nucleus then (default: likewise).", rich_help_panel=TRAINING
+        ),
+    ] = None,
     batch_size: Annotated[
         int, typer.Option(help="Responses a step.", rich_help_panel=TRAINING)
     ] = 2,
@@ -52,8 +60,19 @@ def train(
         str, typer.Option(help="adamw or muon.", rich_help_panel=TRAINING)
     ] = "adamw",
     lr: Annotated[
-        float, typer.Option(help="AdamW's learning rate.", rich_help_panel=TRAINING)
+        float,
+        typer.Option(
+            help="AdamW's learning rate: of all weights, or of those that Muon leaves.",
+            rich_help_panel=TRAINING,
+        ),
     ] = 4e-3,
+    muon_lr: Annotated[
+        float | None,
+        typer.Option(
+            help="With muon, the learning rate of the backbone's matrices (default: 0.02).",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     weight_decay: Annotated[
         float, typer.Option(help="For all weights.", rich_help_panel=TRAINING)
     ] = 0.0,
@@ -64,7 +83,10 @@ def train(
         float, typer.Option(help="Largest gradient norm.", rich_help_panel=TRAINING)
     ] = 1.0,
     held_out: Annotated[
-        int, typer.Option(help="Responses kept for validation.", rich_help_panel=TRAINING)
+        int,
+        typer.Option(
+            help="Responses kept for validation, a tenth at most.", rich_help_panel=TRAINING
+        ),
     ] = 64,
     cache_gib: Annotated[
         float,
@@ -120,30 +142,31 @@ def train(
     """Distil a draft from the target's responses.
 
     The responses say at which temperature they were sampled; the draft is trained for that one.
+
     Stop it whenever you like: the same command goes on where it was.
     """
-    from sparksmith.cli.responses import read_generated
+    from sparksmith.cli.responses import check_answered_by, read_generated
     from sparksmith.distill.loss import LossWeights
     from sparksmith.distill.new_draft import DraftShape
-    from sparksmith.distill.optimizers import OptimizerSettings
     from sparksmith.distill.schedule import Budget
     from sparksmith.distill.training import TrainSettings
+    from sparksmith.verify.run_record import check_folder
 
+    check_folder(out, "train")
+    if held_out < 0:
+        raise UserError("--held-out", held_out, "is negative", "Use 0 to validate on nothing.")
     generated = read_generated(responses)
+    sampling = serving_sampling(generated.sampling, temperature, top_p, validates=held_out > 0)
     settings = TrainSettings(
         budget=Budget(steps=steps, minutes=minutes),
-        temperature=generated.sampling.temperature,
+        temperature=sampling.temperature,
+        greedy_rollouts=generated.sampling.greedy,
         batch_size=batch_size,
         anchors=anchors,
         warmup=warmup,
         seed=seed,
         loss=LossWeights(ce=ce_weight, tv=tv_weight, confidence=confidence_weight, gamma=gamma),
-        optimizer=OptimizerSettings(
-            name=optimizer,  # type: ignore[arg-type]
-            lr=lr,
-            weight_decay=weight_decay,
-            grad_clip=grad_clip,
-        ),
+        optimizer=optimizer_settings(optimizer, (lr, muon_lr), weight_decay, grad_clip),
     )
     shape = DraftShape(
         num_layers=layers,
@@ -162,11 +185,12 @@ def train(
         trust_remote_code=trust_remote_code,
     )
     opened = open_target(choice, taps=taps_of(choice, parse_taps(taps)))
+    check_answered_by(generated, opened)
     run_training(
         opened,
         TrainingInputs(
             responses=generated.responses,
-            sampling=generated.sampling,
+            sampling=sampling,
             record=generated.record,
             held_out=held_out,
             cache_bytes=int(cache_gib * (1 << 30)),
@@ -175,18 +199,6 @@ def train(
         (shape, settings),
         out,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingInputs:
-    """What a draft learns from; `record` identifies it in run.json."""
-
-    responses: "list[Response]"
-    sampling: "Sampling"
-    record: dict[str, Any]
-    held_out: int
-    cache_bytes: int
-    from_target: bool = True
 
 
 def parse_taps(text: str | None) -> tuple[int, ...] | None:
@@ -200,114 +212,74 @@ def parse_taps(text: str | None) -> tuple[int, ...] | None:
 
 
 def taps_of(choice: TargetChoice, taps: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The given taps, or the default ones; reads only the target's configuration."""
-    if taps is not None:
-        return taps
+    """The given taps, checked, or the default ones; reads only the target's configuration."""
     from sparksmith.distill.new_draft import DraftShape, default_taps
-    from sparksmith.verify.loading import num_layers
+    from sparksmith.verify.loading import target_sizes
+    from sparksmith.verify.target import check_taps
 
-    depth = num_layers(resolve(choice.name), choice.trust_remote_code)
+    depth = target_sizes(resolve(choice.name), choice.trust_remote_code).num_layers
+    if taps is not None:
+        check_taps(taps, depth)
+        return taps
     return default_taps(depth, min(DraftShape().num_taps, max(1, depth - 2)))
 
 
-def run_training(
-    opened: OpenTarget,
-    inputs: TrainingInputs,
-    plan: "tuple[DraftShape, TrainSettings]",
-    out: Path,
-) -> dict[str, Any]:
-    """Everything after the options: all checks come before the first step."""
-    from sparksmith.cli.training import train_with_progress
-    from sparksmith.distill.features import OnlineFeatures, require_plain_head
-    from sparksmith.distill.training import Trainer
-    from sparksmith.verify.run_record import RunRecord
+def serving_sampling(
+    made: "Sampling", temperature: float | None, top_p: float | None, *, validates: bool
+) -> "Sampling":
+    """The sampling that the draft is trained for: that of the responses (`made`), unless given.
 
-    shape, settings = plan
-    require_plain_head(opened.target)
-    training, held_out = split(inputs.responses, inputs.held_out)
-    draft = _make_draft(opened, shape, inputs, settings.seed)
-    record = RunRecord.open(
-        out,
-        "train",
-        settings={
-            **settings.comparable(),
-            "shape": asdict(shape),
-            "taps": list(opened.target.taps),
-            "from_target": inputs.from_target,
-            "held_out": len(held_out),
-        },
-        inputs={"target": opened.record, "responses": inputs.record},
-        conditions={"budget": asdict(settings.budget)},
+    Raises UserError for greedy sampling, which leaves nothing to learn from. Validation judges a
+    draft by what sampled responses were drawn from, so when it `validates` theirs cannot be
+    changed; greedy responses are judged by exact match, at any temperature of training.
+    """
+    from sparksmith.draft.sampling import Sampling
+
+    wanted = Sampling(
+        temperature=made.temperature if temperature is None else temperature,
+        top_k=made.top_k,
+        top_p=made.top_p if top_p is None else top_p,
     )
-    with record:
-        source = OnlineFeatures(
-            opened.target, training, inputs.sampling, cache_bytes=inputs.cache_bytes
+    if wanted.greedy:
+        raise UserError(
+            "--temperature",
+            wanted.temperature,
+            "gives a one-hot target, which total variation cannot learn from",
+            "Add `--temperature 0.2`, which also serves greedy decoding."
+            if made.greedy
+            else "Leave it out, or generate greedy responses and train with `--temperature 0.2`.",
         )
-        held = OnlineFeatures(opened.target, held_out, inputs.sampling, cache_bytes=1 << 30)
-        trainer = Trainer(draft, settings, out, (source, held.take(range(len(held)))))
-        resumed = trainer.resume()
-        _describe(draft, trainer, len(training), resumed)
-        results = train_with_progress(trainer)
-        record.finish("complete", **results)
-    print(
-        f"expected acceptance length {results['expected_acceptance_length']:.3f} (bonus counted) "
-        f"on {len(held_out)} held-out responses; draft in {out / 'best'}"
-    )
-    return results
-
-
-def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], list[Response]]":
-    """Training and held-out responses; which ones depends on their ids alone."""
-    ordered = sorted(
-        responses, key=lambda response: hashlib.sha256(response.request_id.encode()).digest()
-    )
-    count = min(held_out, len(ordered) // 10 or min(1, len(ordered) - 1))
-    return ordered[count:], ordered[:count]
-
-
-def _make_draft(
-    opened: OpenTarget, shape: "DraftShape", inputs: TrainingInputs, seed: int
-) -> "DSparkDraft":
-    import torch
-
-    from sparksmith.distill.initial import start_from_target
-    from sparksmith.distill.new_draft import new_draft, reserved_token, word_counts
-
-    torch.manual_seed(seed)
-    target = opened.target
-    mask = shape.mask_token_id
-    if mask is None:
-        mask = reserved_token(opened.tokenizer, target.vocab_size, inputs.responses)
-    training, _ = split(inputs.responses, inputs.held_out)
-    draft = new_draft(target, shape, mask, word_counts(training, target.vocab_size))
-    if inputs.from_target:
-        start_from_target(draft, target)
-    return draft
-
-
-def _describe(draft: "DSparkDraft", trainer: "Trainer", num_training: int, resumed: bool) -> None:
-    from sparksmith.distill.validation import draft_vocabulary_coverage
-
-    settings, config = trainer.settings, draft.config
-    loss, optimizer = settings.loss, settings.optimizer
-    size = sum(parameter.numel() for parameter in draft.parameters())
-    say(
-        f"draft: {config.num_hidden_layers} layers, block {config.block_size}, taps "
-        f"{','.join(map(str, config.target_layer_ids))}, {size / 1e6:.1f} M parameters, "
-        f"vocabulary {config.draft_vocab_size} of {config.vocab_size} "
-        f"({draft_vocabulary_coverage(draft, trainer.held_out):.1%} of held-out tokens)"
-    )
-    say(
-        f"loss: {loss.ce:g} CE + {loss.tv:g} TV + {loss.confidence:g} confidence, slot weights "
-        f"{' '.join(f'{w:.2f}' for w in loss.slot_weights(config.block_size).tolist())}, "
-        f"temperature {settings.temperature:g}"
-    )
-    say(
-        f"{optimizer.name}, lr {optimizer.lr:g}, {num_training} training responses, "
-        f"{len(trainer.held_out)} held out"
-        + (f"; going on at step {trainer.progress.step}" if resumed else "")
+    if made.greedy or wanted == made or not validates:
+        return wanted
+    option, value, own = ("--top-p", wanted.top_p, made.top_p)
+    if wanted.temperature != made.temperature:
+        option, value, own = ("--temperature", wanted.temperature, made.temperature)
+    raise UserError(
+        option,
+        value,
+        f"is not what the responses were sampled with ({own:g}), which validation needs",
+        "Leave it out, generate responses with it, or train with `--held-out 0`.",
     )
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
+def optimizer_settings(
+    name: str, rates: tuple[float, float | None], weight_decay: float, grad_clip: float
+) -> "OptimizerSettings":
+    """The optimizer as its options say; `rates` are AdamW's and Muon's, which only muon takes."""
+    from sparksmith.distill.optimizers import OptimizerSettings
+
+    lr, muon_lr = rates
+    if muon_lr is not None and name != "muon":
+        raise UserError(
+            "--muon-lr",
+            muon_lr,
+            f"has no use with {name}",
+            "Leave it out, or add --optimizer muon.",
+        )
+    return OptimizerSettings(
+        name=name,  # type: ignore[arg-type]
+        lr=lr,
+        muon_lr=OptimizerSettings.muon_lr if muon_lr is None else muon_lr,
+        weight_decay=weight_decay,
+        grad_clip=grad_clip,
+    )

@@ -1,43 +1,169 @@
-"""Training with its progress on the screen, for the commands that train."""
+"""What `train` does once its options are read: a draft from responses, progress on the screen."""
 
+import hashlib
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparksmith.cli.progress import Bar, duration, progress
-from sparksmith.distill.training import Trainer, TrainEvent
+from sparksmith.cli.target import OpenTarget
 
-HISTORY_FILE = "history.json"
+if TYPE_CHECKING:
+    from sparksmith.distill.generation import Response
+    from sparksmith.distill.new_draft import DraftShape
+    from sparksmith.distill.training import Trainer, TrainEvent, TrainSettings
+    from sparksmith.draft.model import DSparkDraft
+    from sparksmith.draft.sampling import Sampling
 
 
-def train_with_progress(trainer: Trainer, *, label: str = "train") -> dict[str, Any]:
-    """Run `trainer` to the end of its budget; returns what run.json keeps of it.
+@dataclass(frozen=True, kw_only=True)
+class TrainingInputs:
+    """What a draft learns from; `record` identifies it in run.json.
 
-    Ctrl-C leaves a state from which the same command goes on.
+    `sampling` is that of the target whose distribution the draft learns. It must be the one that
+    the responses were sampled with, unless they are greedy or none is held out.
     """
+
+    responses: "list[Response]"
+    sampling: "Sampling"
+    record: dict[str, Any]
+    held_out: int
+    cache_bytes: int
+    from_target: bool = True
+
+
+def run_training(
+    opened: OpenTarget,
+    inputs: TrainingInputs,
+    plan: "tuple[DraftShape, TrainSettings]",
+    out: Path,
+) -> dict[str, Any]:
+    """Train in the folder `out`, and return what its run.json keeps of it.
+
+    All checks come before the first step. Ctrl-C leaves a state from which the same call goes on.
+    """
+    from sparksmith.distill.features import OnlineFeatures, require_plain_head
+    from sparksmith.distill.training import BEST, Trainer
+    from sparksmith.verify.run_record import RunRecord, fingerprint
+
+    shape, settings = plan
+    require_plain_head(opened.target)
+    training, held_out = split(inputs.responses, inputs.held_out)
+    draft = _make_draft(opened, shape, inputs, settings.seed)
+    record = RunRecord.open(
+        out,
+        "train",
+        settings={
+            **settings.comparable(),
+            **asdict(inputs.sampling),
+            "shape": asdict(shape),
+            "taps": list(opened.target.taps),
+            "from_target": inputs.from_target,
+            "held_out": len(held_out),
+        },
+        inputs={"target": opened.record, "responses": inputs.record},
+        conditions={"budget": asdict(settings.budget)},
+    )
+    with record:
+        source = OnlineFeatures(
+            opened.target, training, inputs.sampling, cache_bytes=inputs.cache_bytes
+        )
+        held = OnlineFeatures(opened.target, held_out, inputs.sampling, cache_bytes=1 << 30)
+        trainer = Trainer(draft, settings, out, (source, held.take(range(len(held)))))
+        resumed = trainer.resume()
+        _describe(draft, trainer, len(training), resumed)
+        results = _train(trainer) | {"best": fingerprint(out / BEST)}
+        record.finish("complete", **results)
+    _conclude(results, trainer, out / BEST)
+    return results
+
+
+def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], list[Response]]":
+    """Training and held-out responses; which ones depends on their ids alone."""
+    ordered = sorted(
+        responses, key=lambda response: hashlib.sha256(response.request_id.encode()).digest()
+    )
+    count = min(held_out, len(ordered) // 10 or min(1, len(ordered) - 1))
+    return ordered[count:], ordered[:count]
+
+
+def _make_draft(
+    opened: OpenTarget, shape: "DraftShape", inputs: TrainingInputs, seed: int
+) -> "DSparkDraft":
+    import torch
+
+    from sparksmith.distill.initial import start_from_target
+    from sparksmith.distill.new_draft import new_draft, reserved_token, word_counts
+
+    torch.manual_seed(seed)
+    target = opened.target
+    mask = shape.mask_token_id
+    if mask is None:
+        mask = reserved_token(opened.tokenizer, target.vocab_size, inputs.responses)
+    training, _ = split(inputs.responses, inputs.held_out)
+    draft = new_draft(target, shape, mask, word_counts(training, target.vocab_size))
+    if inputs.from_target:
+        start_from_target(draft, target)
+    return draft
+
+
+def _describe(draft: "DSparkDraft", trainer: "Trainer", num_training: int, resumed: bool) -> None:
+    from sparksmith.distill.validation import draft_vocabulary_coverage
+
+    settings, config = trainer.settings, draft.config
+    loss, optimizer = settings.loss, settings.optimizer
+    size = sum(parameter.numel() for parameter in draft.parameters())
+    coverage = ""
+    if trainer.held_out:
+        share = draft_vocabulary_coverage(draft, trainer.held_out)
+        coverage = f" ({share:.1%} of held-out tokens)"
+    say(
+        f"draft: {config.num_hidden_layers} layers, block {config.block_size}, taps "
+        f"{','.join(map(str, config.target_layer_ids))}, {size / 1e6:.1f} M parameters, "
+        f"vocabulary {config.draft_vocab_size} of {config.vocab_size}{coverage}"
+    )
+    say(
+        f"loss: {loss.ce:g} CE + {loss.tv:g} TV + {loss.confidence:g} confidence, slot weights "
+        f"{' '.join(f'{w:.2f}' for w in loss.slot_weights(config.block_size).tolist())}, "
+        f"temperature {settings.temperature:g}"
+    )
+    rates = f"lr {optimizer.lr:g}"
+    if optimizer.name == "muon":
+        rates = f"lr {optimizer.muon_lr:g} (matrices) and {optimizer.lr:g}"
+    say(
+        f"{optimizer.name}, {rates}, {num_training} training responses, "
+        f"{len(trainer.held_out)} held out"
+        + (f"; going on at step {trainer.progress.step}" if resumed else "")
+    )
+
+
+def _train(trainer: "Trainer") -> dict[str, Any]:
+    """Run `trainer` to the end of its budget; returns its counters and its history."""
     budget = trainer.settings.budget
     by_steps = budget.steps is not None
     total = float(budget.steps) if budget.steps is not None else 60.0 * (budget.minutes or 0.0)
     done = float(trainer.progress.step) if by_steps else trainer.progress.seconds
     waited = 0.0
-    with progress(label, total=total, unit="steps" if by_steps else "s", done=done) as bar:
+    with progress("train", total=total, unit="steps" if by_steps else "s", done=done) as bar:
         for event in trainer.run():
             waited += event.waited_seconds
             at = float(event.progress.step) if by_steps else min(event.progress.seconds, total)
             bar.at(at, tokens=0, note=_note(event, waited))
-            if event.expectation is not None:
+            if event.expectation is not None and event.expectation.num_blocks:
                 _say_validation(bar, event, trainer.progress.best_acceptance_length)
     state = trainer.progress
     return {
         "steps": state.step,
         "seconds": round(state.seconds, 1),
         "blocks": state.blocks,
-        "expected_acceptance_length": round(state.best_acceptance_length, 4),
+        # 0 is no length that a draft can have: nothing was measured.
+        "expected_acceptance_length": round(state.best_acceptance_length, 4) or None,
         "history": state.history,
-        "best": str(Path("best")),
     }
 
 
-def _note(event: TrainEvent, waited: float) -> str:
+def _note(event: "TrainEvent", waited: float) -> str:
     state, statistics = event.progress, event.statistics
     speed = state.blocks / max(state.seconds, 1e-9)
     share = waited / max(state.seconds, 1e-9)
@@ -48,7 +174,7 @@ def _note(event: TrainEvent, waited: float) -> str:
     )
 
 
-def _say_validation(bar: Bar, event: TrainEvent, best: float) -> None:
+def _say_validation(bar: Bar, event: "TrainEvent", best: float) -> None:
     assert event.expectation is not None
     length = event.expectation.acceptance_length
     joint = " ".join(f"{value:.2f}" for value in event.expectation.joint)
@@ -57,3 +183,19 @@ def _say_validation(bar: Bar, event: TrainEvent, best: float) -> None:
         f"  {duration(event.progress.seconds)}: expected acceptance length {length:.3f} on "
         f"held-out responses, P(at least k accepted) {joint}{mark}"
     )
+
+
+def _conclude(results: dict[str, Any], trainer: "Trainer", best: Path) -> None:
+    length = results["expected_acceptance_length"]
+    if length is None:
+        print(f"the last draft is in {best}; no held-out response says how good it is")
+        return
+    kind = "greedy " if trainer.settings.greedy_rollouts else ""
+    print(
+        f"expected acceptance length {length:.3f} (bonus counted) on {len(trainer.held_out)} "
+        f"held-out {kind}responses; draft in {best}"
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,10 +1,9 @@
 """Features of responses by prefill: the target runs over prompt + response, nothing on disk.
 
-Several responses stand side by side, padded on the right, where a causal model does not look; so
-no mask is needed and every position has the features it had when the response was generated.
+A causal model gives every position the features it had when the response was generated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +16,13 @@ from sparksmith.draft.sampling import Sampling
 from sparksmith.verify.target import TransformersTarget
 
 
-def feature_bytes_per_token(target: TransformersTarget) -> int:
-    """Memory of one cached position of a response: taps and final state in bfloat16, two float32
-    scalars, the token. (A prompt's positions have no final state and no scalars.)"""
-    return 2 * target.hidden_size * (len(target.recorder.taps) + 1) + 16
-
-
 class OnlineFeatures:
     """Hands out training samples of responses, computing features where they are not yet known.
 
     Features are kept in memory while they fit into `cache_bytes` and computed again otherwise, so
-    a later epoch costs no target pass when there is room. `take` runs the target on one response
-    at a time, since its rounding depends on what stands beside it, and a resumed run must see the
-    bits that it saw before; `fill`, called once at the start, packs passes of `tokens_per_pass`.
+    a later epoch costs no target pass when there is room. The target runs on one response at a
+    time, since its rounding depends on what stands beside it, and a resumed run must see the bits
+    that it saw before.
     """
 
     def __init__(
@@ -39,14 +32,12 @@ class OnlineFeatures:
         sampling: Sampling,
         *,
         cache_bytes: int = 4 << 30,
-        tokens_per_pass: int = 4096,
     ) -> None:
         self.target = target
         self.responses = list(responses)
         self.sampling = sampling
         self._cached: dict[int, TrainingSample] = {}
         self._room = cache_bytes
-        self._per_pass = tokens_per_pass
         require_plain_head(target)
 
     def __len__(self) -> int:
@@ -63,22 +54,12 @@ class OnlineFeatures:
         for index in dict.fromkeys(indices):
             sample = self._known(index)
             if sample is None:
-                (sample,) = self._prefill([index])
-                if self._fits(sample):
-                    self._keep(index, sample)
+                sample = self._prefill(self.responses[index])
+                if sample.num_bytes <= self._room:
+                    self._room -= sample.num_bytes
+                    self._cached[index] = sample
             found[index] = sample
         return [found[index] for index in indices]
-
-    def fill(self, on_samples: Callable[[int], None] = lambda count: None) -> None:
-        """Compute the features that fit into memory now, shortest responses first; `on_samples`
-        hears how many are done."""
-        unknown = [index for index in range(len(self)) if self._known(index) is None]
-        for group in self._passes(unknown):
-            for index, sample in zip(group, self._prefill(group), strict=True):
-                if not self._fits(sample):
-                    return
-                self._keep(index, sample)
-            on_samples(len(group))
 
     def _known(self, index: int) -> TrainingSample | None:
         """The sample if its features are in memory, those captured in generation included."""
@@ -90,42 +71,17 @@ class OnlineFeatures:
             return None
         return TrainingSample.of(self.responses[index])
 
-    def _fits(self, sample: TrainingSample) -> bool:
-        return sample.num_bytes <= self._room
-
-    def _keep(self, index: int, sample: TrainingSample) -> None:
-        self._room -= sample.num_bytes
-        self._cached[index] = sample
-
-    def _passes(self, indices: list[int]) -> Iterator[list[int]]:
-        """Groups of similar length, each of at most `tokens_per_pass` padded tokens."""
-        group: list[int] = []
-        for index in sorted(indices, key=self.length):
-            if group and (len(group) + 1) * self.length(index) > self._per_pass:
-                yield group
-                group = []
-            group.append(index)
-        if group:
-            yield group
-
     @torch.inference_mode()
-    def _prefill(self, group: list[int]) -> list[TrainingSample]:
-        responses = [self.responses[index] for index in group]
-        longest = max(self.length(index) for index in group) - 1
-        tokens = torch.zeros(len(group), longest, dtype=torch.long, device=self.target.device)
-        for row, response in enumerate(responses):
-            # The target never ran on the last token of a response.
-            sequence = torch.tensor((response.prompt_ids + response.token_ids)[:-1])
-            tokens[row, : len(sequence)] = sequence
-        hidden = self._run(tokens)
+    def _prefill(self, response: Response) -> TrainingSample:
+        # The target never ran on the last token of a response.
+        sequence = (response.prompt_ids + response.token_ids)[:-1]
+        hidden = self._run(torch.tensor([sequence], device=self.target.device))
         taps = self.target.recorder.take()
         assert taps is not None, "the target has no taps"
-        return [
-            self._sample(response, taps[row], hidden[row]) for row, response in enumerate(responses)
-        ]
+        return self._sample(response, taps[0], hidden[0])
 
     def _run(self, tokens: Tensor) -> Tensor:
-        """The head's input [B, S, H]; the head itself is applied later, where it is needed."""
+        """The head's input [1, S, H]; the head itself is applied later, where it is needed."""
         inputs: list[Tensor] = []
 
         def keep(_module: nn.Module, args: tuple[Tensor, ...]) -> None:

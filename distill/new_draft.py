@@ -87,7 +87,7 @@ def reserved_token(
 def new_draft(
     target: TransformersTarget, shape: DraftShape, mask_token_id: int, counts: Tensor
 ) -> DSparkDraft:
-    """A draft with the target's own layer shape, bound to its embedding and head.
+    """A draft with the target's own layer shape, on its device, bound to its embedding and head.
 
     `counts` [V] choose the reduced vocabulary; the target's stop tokens are always in it.
     """
@@ -119,7 +119,7 @@ def new_draft(
         markov_head_type=shape.markov_head_type,
         is_causal=shape.is_causal,
     )
-    draft = DSparkDraft(draft_config, target_ids)
+    draft = DSparkDraft(draft_config, target_ids).to(target.device)
     draft.bind(target.embed_weight, target.head_weight)
     return draft
 

@@ -31,7 +31,8 @@ class StepStatistics:
 
 
 class Objective:
-    """The loss of dspark.md 1.8 for one draft, its target's head and a serving temperature."""
+    """The loss of DSpark (arXiv 2607.05147, eq. 9-12) for one draft, its target's head and a
+    serving temperature."""
 
     def __init__(self, draft: DSparkDraft, weights: LossWeights, temperature: float) -> None:
         self.draft = draft

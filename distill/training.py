@@ -85,7 +85,8 @@ class TrainSettings:
 
 @dataclass
 class Progress:
-    """Counters of a run, saved with it. `seconds` is wall time over all its parts."""
+    """Counters of a run, saved with it. `seconds` is wall time over all its parts;
+    `best_acceptance_length` is 0 while nothing was measured."""
 
     step: int = 0
     seconds: float = 0.0
@@ -171,6 +172,10 @@ class Trainer:
                 if clock.due("save", settings.save_every_seconds):
                     self.save()
                 yield replace(event, fraction=fraction)
+            # A run that was stopped within its last validation has yet to do it.
+            validated = progress.history and progress.history[-1]["step"] == progress.step
+            if self.held_out and progress.step and fraction >= 1.0 and not validated:
+                self.validate()
         finally:
             if self._whole:
                 progress.seconds = clock.seconds()
@@ -221,7 +226,10 @@ class Trainer:
             ) from None
 
     def validate(self) -> Expectation:
-        """Expected acceptance on the held-out samples; a new best is saved under `best/`."""
+        """Expected acceptance on the held-out samples; a new best is saved under `best/`.
+
+        Samples without a whole block measure nothing: the latest draft then counts as the best.
+        """
         self.draft.eval()
         expectation = expected_acceptance(
             self.objective, self.held_out, greedy=self.settings.greedy_rollouts
@@ -235,20 +243,25 @@ class Trainer:
                 "joint": expectation.joint,
             }
         )
-        if expectation.acceptance_length > progress.best_acceptance_length:
+        measured = expectation.num_blocks > 0
+        better = expectation.acceptance_length > progress.best_acceptance_length
+        if measured and better:
             progress.best_acceptance_length = expectation.acceptance_length
+        if better or not measured:
             save_draft(self.draft, self.folder / BEST)
             # A run that resumes must know of it, or a worse draft would take its place.
             self.save()
         return expectation
 
     def save(self) -> None:
-        """Replace the state file and `last/`."""
+        """Replace the state file and `last/`; with nothing held out `best/` is the same draft."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"draft.{name}": value for name, value in self.draft.state_dict().items()}
         tensors |= self.optimizers.tensors()
         save_state(self.folder, tensors, self._identity(), asdict(self.progress))
         save_draft(self.draft, self.folder / LAST)
+        if not self.held_out:
+            save_draft(self.draft, self.folder / BEST)
 
     def _identity(self) -> dict[str, Any]:
         lengths = [self.source.length(index) for index in range(len(self.source))]

@@ -45,10 +45,19 @@ def terminal_report(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
+_NAME_WIDTH = 10
+
+
 def _table(*columns: str) -> RichTable:
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+        # Figures never wrap; a narrow terminal breaks the names between words.
+        table.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=number > 0,
+            min_width=0 if number else _NAME_WIDTH,
+        )
     return table
 
 
@@ -72,8 +81,15 @@ def _estimate(estimate: dict[str, Any] | None, digits: int = 2, unit: str = "") 
 def headline_table(summary: Summary) -> RichTable:
     """One line a workload: acceptance length, speed-up, tokens/s of both arms."""
     table = _table(
-        "workload", "acceptance length", "speed-up", "tokens/s", "plain", "accepted/step", "prompts"
+        "workload",
+        "acceptance length",
+        "speed-up",
+        "tokens/s",
+        "plain",
+        "accepted\na step",
+        "prompts",
     )
+    table.padding = (0, 1, 0, 0)  # eighty columns
     for name, group in _groups(summary):
         accepted, speed = group["acceptance"], group["speed"]
         table.add_row(

@@ -23,14 +23,11 @@ def same(one: TrainingSample, other: TrainingSample) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "lfm2", "kimi_linear"])
-@pytest.mark.parametrize("filled", [False, True])
-def test_features_are_the_models_hidden_states(kind: str, filled: bool) -> None:
+def test_features_are_the_models_hidden_states(kind: str) -> None:
     writer = tiny_target()
     responses = [cut(r, 3 + i) for i, r in enumerate(rollouts(writer, 5))]
     target = tiny_target(kind)
-    source = OnlineFeatures(target, responses, SAMPLING, tokens_per_pass=40)
-    if filled:
-        source.fill()
+    source = OnlineFeatures(target, responses, SAMPLING)
     order = [3, 0, 4, 1, 2, 3]
     for index, sample in zip(order, source.take(order), strict=True):
         response = responses[index]
@@ -63,11 +60,8 @@ def test_cached_samples_cost_no_target_pass(monkeypatch: pytest.MonkeyPatch) -> 
     target = tiny_target()
     responses = rollouts(target, 6, length=5)
     source = OnlineFeatures(target, responses, SAMPLING)
-    heard: list[int] = []
-    source.fill(heard.append)
-    assert sum(heard) == 6
-    monkeypatch.setattr(target.model, "forward", None)
     first = source.take(range(6))
+    monkeypatch.setattr(target.model, "forward", None)
     assert all(one is other for one, other in zip(first, source.take(range(6)), strict=True))
 
 
@@ -76,17 +70,13 @@ def test_memory_bound() -> None:
     responses = [cut(r, 3 + 3 * i) for i, r in enumerate(rollouts(target, 6))]
     full = OnlineFeatures(target, responses, SAMPLING).take(range(6))
     room = sum(tensor.nbytes for sample in full[:3] for tensor in tensors(sample)) + 10
-    for filled in (True, False):
-        source = OnlineFeatures(target, responses, SAMPLING, cache_bytes=room)
-        if filled:
-            source.fill()
-        first = source.take(range(6))
-        again = source.take(range(6))
-        kept = [one for one, other in zip(first, again, strict=True) if one is other]
-        assert len(kept) == 3
-        assert sum(tensor.nbytes for sample in kept for tensor in tensors(sample)) <= room
-        if not filled:
-            assert all(map(same, first, full))
+    source = OnlineFeatures(target, responses, SAMPLING, cache_bytes=room)
+    first = source.take(range(6))
+    again = source.take(range(6))
+    kept = [one for one, other in zip(first, again, strict=True) if one is other]
+    assert len(kept) == 3
+    assert sum(tensor.nbytes for sample in kept for tensor in tensors(sample)) <= room
+    assert all(map(same, first, full))
 
 
 def test_captured_features_are_used_only_for_their_own_sampling() -> None:

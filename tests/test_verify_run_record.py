@@ -8,7 +8,7 @@ import pytest
 
 from sparksmith.draft.errors import UserError
 from sparksmith.verify import run_record
-from sparksmith.verify.run_record import RunRecord, fingerprint, read_record
+from sparksmith.verify.run_record import RunRecord, check_folder, fingerprint, read_record
 
 # As sha256sum has it for 5000 times x.
 SHA_OF_5000_X = "c59d3c0480cc2d71"
@@ -70,6 +70,10 @@ def test_the_same_run_resumes_and_keeps_its_results(tmp_path: Path) -> None:
         ({"settings": {**SETTINGS, "seed": 4}}, "seed was 3 and is now 4"),
         ({"settings": {"seed": 3}}, "temperature was 0.7 and is now None"),
         ({"inputs": {"data": {"sha256": "b" * 64}}}, "data was 'aaaa"),
+        (
+            {"inputs": {"data": {"sha256": "a" * 64, "dtype": "float32"}}},
+            "data was 'a{16}' and is now 'a{16} in float32'",
+        ),
     ],
 )
 def test_another_run_is_refused_and_named(
@@ -92,6 +96,19 @@ def test_a_folder_with_other_files_or_a_broken_record_is_refused(tmp_path: Path)
         (tmp_path / "run.json").write_text(broken)
         with pytest.raises(UserError, match="not a run record"):
             begin(tmp_path)
+
+
+def test_a_folder_is_checked_without_a_run(tmp_path: Path) -> None:
+    assert check_folder(tmp_path / "absent", "train") is None
+    assert check_folder(tmp_path, "train") is None
+    begin(tmp_path / "run").finish("complete")
+    found = check_folder(tmp_path / "run", "generate")
+    assert found is not None
+    assert found["outcome"] == "complete"
+    with pytest.raises(UserError, match="another run"):
+        check_folder(tmp_path / "run", "train")
+    with pytest.raises(UserError, match="is a file"):
+        check_folder(tmp_path / "run" / "run.json", "train")
 
 
 def test_fingerprints_follow_content_and_names_alone(

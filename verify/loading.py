@@ -5,6 +5,7 @@ Weights come from safetensors only, and code from a checkpoint runs only if its 
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,25 @@ def load_target(
     return target, tokenizer
 
 
-def num_layers(name_or_path: str | Path, trust_remote_code: bool = False) -> int:
-    """The target's depth, from its configuration alone."""
+@dataclass(frozen=True, kw_only=True)
+class TargetSizes:
+    """A target's depth, width and vocabulary: what a draft must fit."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def target_sizes(name_or_path: str | Path, trust_remote_code: bool = False) -> TargetSizes:
+    """The target's sizes, from its configuration alone; UserError as `load_target`."""
     name = str(name_or_path)
     _check_folder(Path(name))
     config = _config(name, trust_remote_code).get_text_config(decoder=True)
-    return int(config.num_hidden_layers)
+    return TargetSizes(
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(config.vocab_size),
+    )
 
 
 def render_prompt(

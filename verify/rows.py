@@ -16,7 +16,7 @@ ATTENTION = "sparksmith_rows"
 _OTHER_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window")
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped  # type: ignore[misc]  # transformers is untyped
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values [rows, heads, capacity, dim] of one layer, written row by row."""
 
     def __init__(self, cache: "RowCache") -> None:

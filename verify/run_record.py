@@ -127,9 +127,10 @@ class RunRecord:
         result, so a resumed run must have the same; `conditions` (threads, batch size) may differ
         and are recorded for each attempt. All must be JSON values.
 
-        Raises UserError when the folder holds another run, naming what differs, or other files.
+        Raises UserError when the folder holds another run, naming what differs, and as
+        `check_folder` does.
         """
-        path = folder / RECORD_FILE
+        previous = check_folder(folder, command)
         content: dict[str, Any] = {
             "version": RECORD_VERSION,
             "command": command,
@@ -139,17 +140,9 @@ class RunRecord:
             "results": {},
             "attempts": [],
         }
-        if path.is_file():
-            previous = read_record(folder)
+        if previous is not None:
             _check_same(folder, previous, content)
             content |= {"attempts": previous["attempts"], "results": previous["results"]}
-        elif folder.is_dir() and any(folder.iterdir()):
-            raise UserError(
-                "--out",
-                str(folder),
-                "is not empty and holds no run of sparksmith",
-                "Give a new or empty folder.",
-            )
         folder.mkdir(parents=True, exist_ok=True)
         content["attempts"].append(
             {
@@ -162,7 +155,7 @@ class RunRecord:
                 "outcome": "running",
             }
         )
-        record = cls(path, content)
+        record = cls(folder / RECORD_FILE, content)
         record.write()
         return record
 
@@ -203,6 +196,34 @@ class RunRecord:
                 raise
 
 
+def check_folder(folder: Path, command: str) -> dict[str, Any] | None:
+    """The record of the run of `command` that `folder` holds; None when it is absent or empty.
+
+    It costs nothing, so it comes before a model is loaded. Raises UserError when the folder is a
+    file, or holds another command's run or other files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError("--out", str(folder), "is a file", "Give a folder.")
+    if (folder / RECORD_FILE).is_file():
+        previous = read_record(folder)
+        if previous["command"] != command:
+            raise UserError(
+                "--out",
+                str(folder),
+                f"already holds another run (of `{previous['command']}`)",
+                "Give another folder.",
+            )
+        return previous
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(
+            "--out",
+            str(folder),
+            "is not empty and holds no run of sparksmith",
+            "Give a new or empty folder.",
+        )
+    return None
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The content of a folder's run.json; UserError when it is absent or not one."""
     path = folder / RECORD_FILE
@@ -219,28 +240,28 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, previous: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differing = [] if previous["command"] == wanted["command"] else ["command"]
     details = []
     for group in ("settings", "inputs"):
         old, new = previous[group], wanted[group]
         for name in sorted(old.keys() | new.keys()):
             was, now = _essence(old.get(name)), _essence(new.get(name))
             if was != now:
-                differing.append(name)
                 details.append(f"{name} was {was!r} and is now {now!r}")
-    if differing:
+    if details:
         raise UserError(
             "--out",
             str(folder),
-            f"already holds another run ({'; '.join(details) or previous['command']})",
+            f"already holds another run ({'; '.join(details)})",
             "Give another folder, or the same settings to resume that run.",
         )
 
 
 def _essence(value: Any) -> Any:
-    """Of an input only the content counts: a moved file is the same file."""
+    """Of an input only the content counts (a moved file is the same file), and for a target the
+    dtype it runs in."""
     if isinstance(value, dict) and "sha256" in value:
-        return value["sha256"][:16]
+        content: str = value["sha256"][:16]
+        return f"{content} in {value['dtype']}" if "dtype" in value else content
     return value
 
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from sparksmith.draft.errors import UserError
 from sparksmith.verify.caches import RewindingCache
-from sparksmith.verify.packing import pack_linears as pack_linears
 
 # Kept tokens are run again together with the next block until there are this many of them: a few
 # more tokens in a pass cost less than a pass of their own.

@@ -1,0 +1,105 @@
+"""The draft that a command was given: a folder, `ngram` for prompt lookup, or `none` for neither.
+
+Whether it fits the target is read from two config.json files, before any weights are loaded.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from sparksmith.cli.target import TargetChoice, resolve
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.draft.config import DSparkConfig
+    from sparksmith.draft.model import DSparkDraft
+    from sparksmith.verify.target import TransformersTarget
+
+NGRAM, NOTHING = "ngram", "none"
+NGRAM_TOKENS = 4
+"""Tokens that prompt lookup drafts a step where no number is asked for."""
+
+
+class Sizes(Protocol):
+    """What a draft must fit; a loaded target has it, and a target's configuration tells it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def read_draft_config(draft: str) -> "DSparkConfig | None":
+    """The configuration of the draft in a folder; None for `ngram` and `none`."""
+    if draft in (NGRAM, NOTHING):
+        return None
+    from sparksmith.draft.checkpoint import read_config
+
+    return read_config(Path(draft))
+
+
+def load(draft: str) -> "DSparkDraft | None":
+    """The draft in a folder, unbound, in float32; None for `ngram` and `none`."""
+    if draft in (NGRAM, NOTHING):
+        return None
+    import torch
+
+    from sparksmith.draft.checkpoint import load_draft
+
+    return load_draft(Path(draft), dtype=torch.float32)
+
+
+def num_tokens_of(chosen: int | None, config: "DSparkConfig | None") -> int:
+    """The K that was chosen, by default the draft's block; UserError for one it cannot draft."""
+    if chosen is None:
+        return NGRAM_TOKENS if config is None else config.block_size
+    if chosen < 1:
+        raise UserError(
+            "--num-tokens",
+            chosen,
+            "drafts nothing",
+            "Use 1 or more; `sparksmith decode --draft none` decodes without a draft.",
+        )
+    if config is not None and chosen > config.block_size:
+        raise UserError(
+            "--num-tokens",
+            chosen,
+            f"is more than the draft's block of {config.block_size}",
+            f"Use 1 to {config.block_size}, or train a draft with a larger --block-size.",
+        )
+    return chosen
+
+
+def check_choice(config: "DSparkConfig | None", choice: TargetChoice, draft: str) -> None:
+    """`check_fit` against the configuration of a target that is not loaded yet."""
+    from sparksmith.verify.loading import target_sizes
+
+    if config is not None:
+        check_fit(config, target_sizes(resolve(choice.name), choice.trust_remote_code), draft)
+
+
+def check_fit(config: "DSparkConfig", target: Sizes, draft: str) -> None:
+    """UserError, naming what does not fit, for a draft that was made for another target."""
+    remedy = "Use the target that this draft was trained for."
+    if config.target_layer_ids[-1] >= target.num_layers - 1:
+        raise UserError(
+            "target_layer_ids",
+            list(config.target_layer_ids),
+            f"of draft {draft} do not exist in a target of {target.num_layers} layers",
+            remedy,
+        )
+    for name, own, theirs in (
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise UserError(name, own, f"of draft {draft} is not the target's {theirs}", remedy)
+
+
+def bind_draft(draft: "DSparkDraft", target: "TransformersTarget", name: str) -> None:
+    """Move the draft to the target's device and bind it; UserError as `check_fit`."""
+    check_fit(draft.config, target, name)
+    draft.to(target.device)
+    draft.bind(target.embed_weight, target.head_weight)
