@@ -18,7 +18,8 @@ from sparksmith.verify.embedded import EmbeddedModel
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model in the embedded one's place."""
-    folder = save_tiny_target(tmp_path / "target")
+    # A byte is a token, so that the packaged prompts are long.
+    folder = save_tiny_target(tmp_path / "target", max_position_embeddings=4096)
     model = EmbeddedModel(path=folder, fetch_seconds=0.0, convert_seconds=0.0)
     for module in (demo, targets):
         monkeypatch.setattr(module, "fetch_with_progress", lambda: model)

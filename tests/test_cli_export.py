@@ -9,12 +9,11 @@ import torch
 from draft_models import tiny_draft
 from safetensors.torch import load_file
 from tiny_models import HIDDEN
-from tiny_targets import EOS, save_tiny_target
+from tiny_targets import VOCABULARY, save_tiny_target
 
 from sparksmith.cli.main import main
 from sparksmith.draft.checkpoint import load_draft, save_draft
 
-VOCABULARY = EOS + 1
 WORDS = 1 + 2 * torch.arange(100)
 
 

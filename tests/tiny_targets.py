@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import torch
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 EOS = 256
+# Beyond the tokenizer's words, as many vocabularies are padded: what a draft takes for its mask.
+MASK = 257
+VOCABULARY = 258
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -27,8 +31,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_tiny_target(folder: Path, kind: str = "qwen3", **sizes: int) -> Path:
     """Write a random model of `kind` that ends some of its answers."""
-    model = tiny_model(kind, vocab_size=EOS + 1, **sizes)
-    # Three words of 257: answers end after eighty tokens or so, or at the cap.
+    model = tiny_model(kind, vocab_size=VOCABULARY, **sizes)
+    with torch.no_grad():
+        # Other logits are of order six, so this word is never said.
+        model.get_output_embeddings().weight[MASK] = 0.0
+    # Three words of 258: answers end after eighty tokens or so, or at the cap.
     model.generation_config.eos_token_id = [EOS, 7, 77]
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
