@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from sparksmith.distill.initial import start_from_target
 from sparksmith.draft.backbone import rotary, rotate
 from sparksmith.draft.model import DSparkDraft
+from sparksmith.verify.caches import cache_argument
 from sparksmith.verify.target import TransformersTarget, decoder_layers
 
 SHAPE: dict[str, Any] = {
@@ -68,7 +69,7 @@ def test_context_keys_and_values_are_the_targets_own() -> None:
     features = target.begin(16).forward(tokens, 1).features
     assert features is not None
     cache = DynamicCache(config=model.config)
-    model(input_ids=tokens[None], past_key_values=cache)
+    model(input_ids=tokens[None], **cache_argument(model, cache))
     theirs = cache.layers[2]
 
     def largest_error() -> float:

@@ -31,13 +31,15 @@ def logits_in_parts(model):
 def test_logits_stay_the_same(kind, fused):
     model = tiny_model(kind)
     expected, _ = full_pass(model, TEXT)
+    # Some releases of transformers start a model with capped logits on its eager attention.
+    replaceable = model.config._attn_implementation == "sdpa"
     pack_linears(model, fused=fused)
     found = logits_in_parts(model)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     # Every layer of the decoder, and the head.
     assert replaced(model, "Linear") >= 20
     assert (replaced(model, "RMSNorm") > 8) is fused
-    assert (model.config._attn_implementation == ATTENTION) is fused
+    assert (model.config._attn_implementation == ATTENTION) is (fused and replaceable)
 
 
 @pytest.mark.skipif(

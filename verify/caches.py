@@ -6,10 +6,12 @@ token into a state that cannot be cropped, so the state from before the block is
 """
 
 import copy
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -130,3 +132,14 @@ def _copy_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_copy_value(item) for item in value]
     return copy.copy(value)
+
+
+def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """The keyword under which `model` takes its cache: transformers renamed it after 5.20."""
+    return {_cache_keyword(type(model)): cache}
+
+
+@lru_cache
+def _cache_keyword(model: type[nn.Module]) -> str:
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

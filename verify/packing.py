@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sparksmith.draft.packed import pack_weight
+from sparksmith.verify.caches import cache_argument
 
 ATTENTION = "sparksmith_grouped"
 
@@ -208,7 +209,7 @@ def _trial(model: PreTrainedModel) -> Tensor:
     tokens = (torch.arange(1, 13, device=model.device) * 37) % vocab_size
     with torch.inference_mode():
         logits = [
-            model(input_ids=part[None], past_key_values=cache, use_cache=True).logits[0]
+            model(input_ids=part[None], use_cache=True, **cache_argument(model, cache)).logits[0]
             for part in tokens.split([6, 5, 1])
         ]
     return torch.cat(logits)

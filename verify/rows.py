@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from sparksmith.verify.caches import cache_argument
+
 ATTENTION = "sparksmith_rows"
 _OTHER_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "sliding_window")
 
@@ -182,15 +184,16 @@ class TargetRows:
         return self._head(hidden[:, 0])
 
     def _run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        decoder = self.model.get_decoder()
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(ATTENTION)
         try:
-            output = self.model.get_decoder()(
+            output = decoder(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=self.rows.cache,
                 use_cache=True,
+                **cache_argument(decoder, self.rows.cache),
             )
         finally:
             self.model.set_attn_implementation(before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparksmith.draft.errors import UserError
-from sparksmith.verify.caches import RewindingCache
+from sparksmith.verify.caches import RewindingCache, cache_argument
 
 # Kept tokens are run again together with the next block until there are this many of them: a few
 # more tokens in a pass cost less than a pass of their own.
@@ -244,9 +244,9 @@ class TargetStream:
         output = self._target.model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            past_key_values=self._cache.cache,
             use_cache=True,
             logits_to_keep=num_logits,
+            **cache_argument(self._target.model, self._cache.cache),
         )
         features = self._target.recorder.take()
         return TargetPass(
