@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def run_training(
     from sparksmith.distill.training import BEST, Trainer
     from sparksmith.verify.run_record import RunRecord, fingerprint
 
+    started = time.perf_counter()
     shape, settings = plan
     require_plain_head(opened.target)
     training, held_out = split(inputs.responses, inputs.held_out)
@@ -72,6 +74,9 @@ def run_training(
         held = OnlineFeatures(opened.target, held_out, inputs.sampling, cache_bytes=1 << 30)
         trainer = Trainer(draft, settings, out, (source, held.take(range(len(held)))))
         resumed = trainer.resume()
+        if not resumed:
+            # Making the draft and the held-out features is part of the budget of minutes.
+            trainer.progress.seconds = time.perf_counter() - started
         _describe(draft, trainer, len(training), resumed)
         results = _train(trainer) | {"best": fingerprint(out / BEST)}
         record.finish("complete", **results)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ class OptimizerSettings:
 
     name: OptimizerName = "adamw"
     lr: float = 4e-3
+    markov_lr_scale: float = 5.0
+    """Of the Markov tables: a row is touched only where its word occurs, so it must move further
+    each time."""
     muon_lr: float = 0.02
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -29,7 +32,7 @@ class OptimizerSettings:
             raise UserError(
                 "optimizer", self.name, "is unknown", f"Use one of {get_args(OptimizerName)}."
             )
-        for name in ("lr", "muon_lr", "grad_clip"):
+        for name in ("lr", "markov_lr_scale", "muon_lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise UserError(name, getattr(self, name), "is not positive", "Use more than 0.")
         if not self.weight_decay >= 0:
@@ -48,14 +51,19 @@ class Optimizers:
         self.parameters = [p for p in draft.parameters() if p.requires_grad]
         matrices: list[Tensor] = []
         rest: list[Tensor] = []
+        tables: list[Tensor] = []
         for name, parameter in draft.named_parameters():
             backbone = name.startswith(("layers.", "fc."))
             use_muon = settings.name == "muon" and backbone and parameter.ndim == 2
-            (matrices if use_muon else rest).append(parameter)
+            table = name.startswith(("markov_head.markov_w1.", "markov_head.markov_w2."))
+            (matrices if use_muon else tables if table else rest).append(parameter)
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)
+        groups: list[dict[str, Any]] = [{"params": rest, "lr": settings.lr}]
+        if tables:
+            groups.append({"params": tables, "lr": settings.lr * settings.markov_lr_scale})
         self._all: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
-                rest,
+                groups,
                 lr=settings.lr,
                 betas=(0.9, 0.95),
                 weight_decay=settings.weight_decay,

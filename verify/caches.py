@@ -7,7 +7,6 @@ token into a state that cannot be cropped, so the state from before the block is
 
 import copy
 import inspect
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,10 +135,5 @@ def _copy_value(value: Any) -> Any:
 
 def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
     """The keyword under which `model` takes its cache: transformers renamed it after 5.20."""
-    return {_cache_keyword(type(model)): cache}
-
-
-@lru_cache
-def _cache_keyword(model: type[nn.Module]) -> str:
-    names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
