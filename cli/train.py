@@ -65,7 +65,7 @@ def train(
             help="AdamW's learning rate: of all weights, or of those that Muon leaves.",
             rich_help_panel=TRAINING,
         ),
-    ] = 4e-3,
+    ] = 1e-3,
     muon_lr: Annotated[
         float | None,
         typer.Option(

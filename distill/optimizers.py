@@ -19,8 +19,8 @@ class OptimizerSettings:
     rest (embedding-like Markov tables, norms, confidence head)."""
 
     name: OptimizerName = "adamw"
-    lr: float = 4e-3
-    markov_lr_scale: float = 5.0
+    lr: float = 1e-3
+    markov_lr_scale: float = 20.0
     """Of the Markov tables: a row is touched only where its word occurs, so it must move further
     each time."""
     muon_lr: float = 0.02
