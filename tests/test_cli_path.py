@@ -11,6 +11,7 @@ import torch
 from tiny_targets import save_tiny_target
 
 from sparksmith.cli.main import main
+from sparksmith.distill.optimizers import OptimizerSettings
 from sparksmith.draft.checkpoint import load_draft
 from sparksmith.eval.trace import read_traces
 from sparksmith.verify import loading
@@ -160,7 +161,7 @@ def test_learning_rates_belong_to_their_optimizers(
     more = ("--optimizer", "muon", "--muon-lr", "0.01")
     assert train(target, responses, tmp_path / "draft", *more) == 0
     optimizer = record(tmp_path / "draft")["settings"]["optimizer"]
-    assert (optimizer["lr"], optimizer["muon_lr"]) == (0.004, 0.01)
+    assert (optimizer["lr"], optimizer["muon_lr"]) == (OptimizerSettings().lr, 0.01)
 
 
 def test_eval_writes_traces_and_reports(target: Path, draft: Path, tmp_path: Path) -> None:
