@@ -1,7 +1,8 @@
 """Start the draft from the target: its last layers, and the tap next to them as the context.
 
-With the same shapes, the target's last layers already turn features of this kind into words; a
-draft that starts there is several thousand steps ahead of a random one.
+With the same shapes, the target's last layers already turn features of this kind into words. The
+draft's own input is another one, so the start is no better than a random one at first; what it is
+worth at a given learning rate is measured in benchmarks/README.md.
 """
 
 import torch
