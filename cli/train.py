@@ -1,5 +1,6 @@
 """`sparksmith train`: responses in, a draft out."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,13 @@ def train(
             help="AdamW's learning rate: of all weights, or of those that Muon leaves.",
             rich_help_panel=TRAINING,
         ),
-    ] = 1e-3,
+    ] = 5e-4,
+    markov_lr_scale: Annotated[
+        float, typer.Option(help="Times lr: the Markov tables.", rich_help_panel=TRAINING)
+    ] = 40.0,
+    context_lr_scale: Annotated[
+        float, typer.Option(help="Times lr: the context projection.", rich_help_panel=TRAINING)
+    ] = 0.002,
     muon_lr: Annotated[
         float | None,
         typer.Option(
@@ -110,6 +117,14 @@ def train(
     draft_vocab: Annotated[
         int, typer.Option(help="Most frequent words kept; 0 keeps all.", rich_help_panel=DRAFT)
     ] = 8192,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(help="Of a head (default: twice the target's).", rich_help_panel=DRAFT),
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Key/value heads (default: all heads).", rich_help_panel=DRAFT),
+    ] = None,
     causal: Annotated[
         bool, typer.Option("--causal", help="Causal attention in a block.", rich_help_panel=DRAFT)
     ] = False,
@@ -120,7 +135,7 @@ def train(
         bool,
         typer.Option(
             "--from-scratch",
-            help="Random weights instead of the target's last layers.",
+            help="Random weights instead of the start by regression.",
             rich_help_panel=DRAFT,
         ),
     ] = False,
@@ -166,7 +181,11 @@ def train(
         warmup=warmup,
         seed=seed,
         loss=LossWeights(ce=ce_weight, tv=tv_weight, confidence=confidence_weight, gamma=gamma),
-        optimizer=optimizer_settings(optimizer, (lr, muon_lr), weight_decay, grad_clip),
+        optimizer=replace(
+            optimizer_settings(optimizer, (lr, muon_lr), weight_decay, grad_clip),
+            markov_lr_scale=markov_lr_scale,
+            context_lr_scale=context_lr_scale,
+        ),
     )
     shape = DraftShape(
         num_layers=layers,
@@ -174,6 +193,8 @@ def train(
         markov_rank=markov_rank,
         markov_head_type=markov_head,  # type: ignore[arg-type]
         draft_vocab_size=draft_vocab,
+        head_dim=head_dim,
+        num_kv_heads=kv_heads,
         is_causal=causal,
         mask_token_id=mask_token_id,
     )
@@ -194,7 +215,7 @@ def train(
             record=generated.record,
             held_out=held_out,
             cache_bytes=int(cache_gib * (1 << 30)),
-            from_target=not from_scratch,
+            from_regression=not from_scratch,
         ),
         (shape, settings),
         out,

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class TrainingInputs:
     record: dict[str, Any]
     held_out: int
     cache_bytes: int
-    from_target: bool = True
+    from_regression: bool = True
 
 
 def run_training(
@@ -61,7 +62,7 @@ def run_training(
             **asdict(inputs.sampling),
             "shape": asdict(shape),
             "taps": list(opened.target.taps),
-            "from_target": inputs.from_target,
+            "from_regression": inputs.from_regression,
             "held_out": len(held_out),
         },
         inputs={"target": opened.record, "responses": inputs.record},
@@ -75,6 +76,8 @@ def run_training(
         trainer = Trainer(draft, settings, out, (source, held.take(range(len(held)))))
         resumed = trainer.resume()
         if not resumed:
+            if inputs.from_regression:
+                _start(trainer)
             # Making the draft and the held-out features is part of the budget of minutes.
             trainer.progress.seconds = time.perf_counter() - started
         _describe(draft, trainer, len(training), resumed)
@@ -98,7 +101,6 @@ def _make_draft(
 ) -> "DSparkDraft":
     import torch
 
-    from sparksmith.distill.initial import start_from_target
     from sparksmith.distill.new_draft import new_draft, reserved_token, word_counts
 
     torch.manual_seed(seed)
@@ -107,10 +109,21 @@ def _make_draft(
     if mask is None:
         mask = reserved_token(opened.tokenizer, target.vocab_size, inputs.responses)
     training, _ = split(inputs.responses, inputs.held_out)
-    draft = new_draft(target, shape, mask, word_counts(training, target.vocab_size))
-    if inputs.from_target:
-        start_from_target(draft, target)
-    return draft
+    return new_draft(target, shape, mask, word_counts(training, target.vocab_size))
+
+
+def _start(trainer: "Trainer") -> None:
+    """The start of a fresh run by regression, with a bar for each of its parts."""
+    bars: dict[str, Bar] = {}
+    with ExitStack() as stack:
+
+        def tick(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                stack.close()  # the part before: one bar at a time
+                bars[what] = stack.enter_context(progress(what, total=total))
+            bars[what].at(done)
+
+        trainer.start(tick)
 
 
 def _describe(draft: "DSparkDraft", trainer: "Trainer", num_training: int, resumed: bool) -> None:
@@ -133,9 +146,12 @@ def _describe(draft: "DSparkDraft", trainer: "Trainer", num_training: int, resum
         f"{' '.join(f'{w:.2f}' for w in loss.slot_weights(config.block_size).tolist())}, "
         f"temperature {settings.temperature:g}"
     )
-    rates = f"lr {optimizer.lr:g}"
+    rates = (
+        f"lr {optimizer.lr:g}, Markov tables {optimizer.lr * optimizer.markov_lr_scale:g}, "
+        f"context projection {optimizer.lr * optimizer.context_lr_scale:g}"
+    )
     if optimizer.name == "muon":
-        rates = f"lr {optimizer.muon_lr:g} (matrices) and {optimizer.lr:g}"
+        rates += f", matrices {optimizer.muon_lr:g}"
     say(
         f"{optimizer.name}, {rates}, {num_training} training responses, "
         f"{len(trainer.held_out)} held out"

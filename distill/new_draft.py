@@ -21,7 +21,10 @@ class DraftShape:
     """What may be chosen about a draft; the rest follows from its target.
 
     `block_size` is the most tokens drafted in a step. `draft_vocab_size` 0 keeps the target's
-    whole vocabulary. `mask_token_id` None picks a reserved id that no text contains.
+    whole vocabulary. `mask_token_id` None picks a reserved id that no text contains. The features
+    reach the draft through its keys and values alone, so by default those are wider than the
+    target's: as many key/value heads as query heads (`num_kv_heads`), each of twice the target's
+    size (`head_dim`).
     """
 
     num_layers: int = 2
@@ -30,6 +33,8 @@ class DraftShape:
     markov_head_type: MarkovHeadType = "vanilla"
     draft_vocab_size: int = 8192
     num_taps: int = 5
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
     is_causal: bool = False
     mask_token_id: int | None = None
 
@@ -87,7 +92,7 @@ def reserved_token(
 def new_draft(
     target: TransformersTarget, shape: DraftShape, mask_token_id: int, counts: Tensor
 ) -> DSparkDraft:
-    """A draft with the target's own layer shape, on its device, bound to its embedding and head.
+    """A draft of the target's width, on its device, bound to its embedding and head.
 
     `counts` [V] choose the reduced vocabulary; the target's stop tokens are always in it.
     """
@@ -98,14 +103,14 @@ def new_draft(
     if 0 < shape.draft_vocab_size < vocab_size:
         target_ids = frequent_words(counts, shape.draft_vocab_size, target.eos_token_ids)
     hidden = target.hidden_size
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    target_head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
     draft_config = DSparkConfig(
         hidden_size=hidden,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
         num_hidden_layers=shape.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        num_key_value_heads=heads if shape.num_kv_heads is None else shape.num_kv_heads,
+        head_dim=2 * target_head_dim if shape.head_dim is None else shape.head_dim,
         vocab_size=vocab_size,
         draft_vocab_size=vocab_size if target_ids is None else len(target_ids),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),

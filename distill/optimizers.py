@@ -15,14 +15,17 @@ OptimizerName = Literal["adamw", "muon"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """`adamw` for everything, or torch's Muon for the matrices of the backbone and AdamW for the
-    rest (embedding-like Markov tables, norms, confidence head)."""
+    """`adamw` for everything, or torch's Muon for the matrices of the layers and AdamW for the
+    rest (context projection, embedding-like Markov tables, norms, confidence head)."""
 
     name: OptimizerName = "adamw"
-    lr: float = 1e-3
-    markov_lr_scale: float = 20.0
+    lr: float = 5e-4
+    markov_lr_scale: float = 40.0
     """Of the Markov tables: a row is touched only where its word occurs, so it must move further
     each time."""
+    context_lr_scale: float = 0.002
+    """Of `fc`: features as they come are large, and alike at every position, so that one step at
+    the others' rate would move its output by more than its size."""
     muon_lr: float = 0.02
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -32,7 +35,7 @@ class OptimizerSettings:
             raise UserError(
                 "optimizer", self.name, "is unknown", f"Use one of {get_args(OptimizerName)}."
             )
-        for name in ("lr", "markov_lr_scale", "muon_lr", "grad_clip"):
+        for name in ("lr", "markov_lr_scale", "context_lr_scale", "muon_lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise UserError(name, getattr(self, name), "is not positive", "Use more than 0.")
         if not self.weight_decay >= 0:
@@ -52,13 +55,19 @@ class Optimizers:
         matrices: list[Tensor] = []
         rest: list[Tensor] = []
         tables: list[Tensor] = []
+        context: list[Tensor] = []
         for name, parameter in draft.named_parameters():
-            backbone = name.startswith(("layers.", "fc."))
-            use_muon = settings.name == "muon" and backbone and parameter.ndim == 2
+            use_muon = (
+                settings.name == "muon" and name.startswith("layers.") and parameter.ndim == 2
+            )
             table = name.startswith(("markov_head.markov_w1.", "markov_head.markov_w2."))
-            (matrices if use_muon else tables if table else rest).append(parameter)
+            kind = matrices if use_muon else tables if table else rest
+            (context if name.startswith("fc.") else kind).append(parameter)
         fused = all(p.device.type in ("cpu", "cuda") for p in rest)
-        groups: list[dict[str, Any]] = [{"params": rest, "lr": settings.lr}]
+        groups: list[dict[str, Any]] = [
+            {"params": rest, "lr": settings.lr},
+            {"params": context, "lr": settings.lr * settings.context_lr_scale},
+        ]
         if tables:
             groups.append({"params": tables, "lr": settings.lr * settings.markov_lr_scale})
         self._all: list[torch.optim.Optimizer] = [

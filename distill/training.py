@@ -10,14 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from sparksmith.distill.initial import LARGEST_WIDTH, start_by_regression
 from sparksmith.distill.loss import LossWeights
 from sparksmith.distill.objective import Objective, StepStatistics
 from sparksmith.distill.optimizers import DivergedError, Optimizers, OptimizerSettings
-from sparksmith.distill.samples import TrainingSample, check_temperature, make_batch
+from sparksmith.distill.samples import (
+    SampleSource,
+    TrainingSample,
+    check_temperature,
+    make_batch,
+)
 from sparksmith.distill.schedule import Budget, batches, learning_rate_factor
 from sparksmith.distill.state import draft_identity, load_state, save_state
 from sparksmith.distill.validation import Expectation, expected_acceptance
@@ -26,16 +32,12 @@ from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
 
 BEST, LAST = "best", "last"
+START_POSITIONS = 75_000
+"""Of the first samples, for the start by regression: on half as many it overfits
+(benchmarks/README.md)."""
 
-
-class SampleSource(Protocol):
-    """Where training samples come from: online features, a cache in memory, later a store."""
-
-    def __len__(self) -> int: ...
-
-    def length(self, index: int) -> int: ...
-
-    def take(self, indices: Sequence[int]) -> list[TrainingSample]: ...
+Tick = Callable[[str, int, int], None]
+"""Told what is being prepared, and how far it is: done and in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,23 @@ class Trainer:
         self.optimizers.load_tensors(tensors)
         self.progress = Progress(**progress)
         return True
+
+    def start(self, tick: Tick = lambda what, done, total: None) -> bool:
+        """Start a run that does not resume by regression on its first samples; returns whether
+        that was possible (see `start_by_regression`)."""
+        if self.draft.fc.in_features > LARGEST_WIDTH:
+            return False
+        count, positions = 0, 0
+        while count < len(self.source) and positions < START_POSITIONS:
+            positions += self.source.length(count)
+            count += 1
+        samples = []
+        for index in range(count):
+            samples += self.source.take([index])
+            tick("features", index + 1, count)
+        return start_by_regression(
+            self.draft, samples, lambda done, total: tick("start by regression", done, total)
+        )
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[TrainEvent]:
         """Train until the budget is used up or `stop` turns true, saving on the way and at the end.

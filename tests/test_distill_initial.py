@@ -1,124 +1,147 @@
-"""A draft that starts as the target's last layers computes what they compute."""
+"""A draft that starts by regression predicts at once, and its heads look where they should."""
 
 from typing import Any
 
 import pytest
 import torch
-from distill_samples import fitting_draft
-from tiny_models import HIDDEN, tiny_model, words
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
-
-from sparksmith.distill.initial import start_from_target
-from sparksmith.draft.backbone import rotary, rotate
-from sparksmith.draft.model import DSparkDraft
-from sparksmith.verify.caches import cache_argument
-from sparksmith.verify.target import TransformersTarget, decoder_layers
-
-SHAPE: dict[str, Any] = {
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-}
-
-
-def model_of(kind: str, **changes: Any) -> PreTrainedModel:
-    """Norms away from one, so that a norm left out is seen."""
-    model = tiny_model(kind, **changes)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
-    return model
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_layers_norms_and_context_are_the_targets(kind: str) -> None:
-    model = model_of(kind)
-    target = TransformersTarget(model, (0, 1))
-    draft = fitting_draft(target, **SHAPE, target_layer_ids=(0, 1))
-    head_norm = draft.layers[0].self_attn.q_norm.weight.clone()
-    assert start_from_target(draft, target)
-    for own, theirs in zip(draft.layers, decoder_layers(model)[-2:], strict=True):
-        wanted = dict(theirs.named_parameters())
-        names = [name for name, _ in own.named_parameters() if name in wanted]
-        assert len(names) == (11 if kind == "qwen3" else 9)
-        assert all(torch.equal(own.get_parameter(name), wanted[name]) for name in names)
-    if kind == "llama":
-        assert torch.equal(draft.layers[0].self_attn.q_norm.weight, head_norm)
-    assert torch.equal(draft.norm.weight, model.model.norm.weight)
-    # The deepest tap passes through, the others as noise too small to matter.
-    own_tap = draft.fc.weight[:, HIDDEN:] - torch.eye(HIDDEN)
-    assert draft.fc.weight[:, :HIDDEN].abs().max() < 0.01
-    assert own_tap.abs().max() < 0.01
-    assert draft.fc.weight[:, :HIDDEN].abs().max() > 0  # each tap can be learnt
-
-
-@torch.inference_mode()
-def test_context_keys_and_values_are_the_targets_own() -> None:
-    """The deepest tap is what the first copied layer reads: its cache must come out the same."""
-    model = model_of("qwen3")
-    target = TransformersTarget(model, (0, 1))
-    draft = fitting_draft(target, **SHAPE, target_layer_ids=(0, 1))
-    assert start_from_target(draft, target)
-    tokens = torch.tensor(words(9))
-    features = target.begin(16).forward(tokens, 1).features
-    assert features is not None
-    cache = DynamicCache(config=model.config)
-    model(input_ids=tokens[None], **cache_argument(model, cache))
-    theirs = cache.layers[2]
-
-    def largest_error() -> float:
-        attention, context = draft.layers[0].self_attn, draft.fuse(features)
-        key = attention.k_norm(attention.k_proj(context).view(9, 2, 8))
-        key = rotate(key, rotary(torch.arange(9), 8, draft.config.rope_theta)).transpose(0, 1)
-        value = attention.v_proj(context).view(9, 2, 8).transpose(0, 1)
-        errors = [
-            (key - theirs.keys[0]).abs().max() / theirs.keys.abs().max(),
-            (value - theirs.values[0]).abs().max() / theirs.values.abs().max(),
-        ]
-        return float(max(errors))
-
-    assert largest_error() < 0.05  # the noise of the other taps
-    draft.fc.weight.copy_(torch.cat((torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)), 1))
-    assert largest_error() < 1e-5
-
-
-def unchanged(draft: DSparkDraft, target: TransformersTarget) -> bool:
-    before = {name: value.clone() for name, value in draft.state_dict().items()}
-    copied = start_from_target(draft, target)
-    same = all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
-    assert copied != same
-    return same
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3", {"intermediate_size": 40}),
-        ("qwen3", {"num_key_value_heads": 4}),
-        ("llama", {"head_dim": 4}),
-        ("qwen3", {"num_hidden_layers": 6}),  # more than the target has
-        ("gemma2", {}),  # norms around the layers' outputs too, weights as offsets from one
-        ("lfm2", {}),
-        ("kimi_linear", {}),
-    ],
+from distill_samples import (
+    SAMPLING,
+    TAPS,
+    InMemory,
+    cut,
+    equal,
+    fitting_draft,
+    rollouts,
+    samples_of,
+    train_settings,
+    weights,
 )
-def test_other_shapes_leave_the_draft_as_it_is(kind: str, changes: dict[str, Any]) -> None:
-    target = TransformersTarget(tiny_model(kind), (0, 2))
-    draft = fitting_draft(target, **{**SHAPE, "target_layer_ids": (0, 2), **changes})
-    assert unchanged(draft, target)
+from tiny_models import tiny_model
+from torch import Tensor
+
+from sparksmith.distill import initial
+from sparksmith.distill.initial import start_by_regression
+from sparksmith.distill.loss import LossWeights
+from sparksmith.distill.objective import Objective
+from sparksmith.distill.samples import TrainingSample, make_batch
+from sparksmith.distill.training import Trainer
+from sparksmith.distill.validation import expected_acceptance
+from sparksmith.draft.model import DSparkDraft
+from sparksmith.verify.target import TransformersTarget
+
+# Two words of a real model have something in common; those of a tiny random one get it here.
+MODEL = tiny_model("qwen3")
+with torch.no_grad():
+    MODEL.get_input_embeddings().weight.add_(MODEL.get_input_embeddings().weight.std())
+TARGET = TransformersTarget(MODEL, TAPS)
+THETA = 100.0
+WIDE: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 32, "rope_theta": THETA}
 
 
-def test_norms_whose_weight_is_an_offset_are_not_copied() -> None:
-    model = model_of("llama")
-    target = TransformersTarget(model, (0, 2))
-    draft = fitting_draft(target, **SHAPE, target_layer_ids=(0, 2))
-    norm = decoder_layers(model)[-1].input_layernorm
-    plain = norm.forward
-    norm.forward = lambda x: plain(x) * (1 + 1 / norm.weight)  # (1 + weight) * x, as Gemma's
-    assert unchanged(draft, target)
+@pytest.fixture(scope="module")
+def samples() -> list[TrainingSample]:
+    return samples_of(TARGET, rollouts(TARGET, 80, length=30))
+
+
+def fresh_draft(**changes: Any) -> DSparkDraft:
+    """A draft as training begins it: plain random weights."""
+    torch.manual_seed(3)
+    config = fitting_draft(TARGET, **{**WIDE, **changes}).config
+    draft = DSparkDraft(config)
+    draft.bind(TARGET.embed_weight, TARGET.head_weight)
+    return draft
+
+
+def expected(draft: DSparkDraft, samples: list[TrainingSample]) -> float:
+    objective = Objective(draft, LossWeights(), SAMPLING.temperature)
+    return expected_acceptance(objective, samples).acceptance_length
+
+
+def test_it_predicts_responses_that_it_has_not_seen(samples: list[TrainingSample]) -> None:
+    draft = fresh_draft()
+    before = expected(draft, samples[64:])
+    assert start_by_regression(draft, samples[:64])
+    assert expected(draft, samples[64:]) > before + 0.05
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_look_at_their_distance(samples: list[TrainingSample], causal: bool) -> None:
+    """Weights are worked out here, from the projections alone: no part of the attention is used."""
+    draft = fresh_draft(is_causal=causal)
+    assert start_by_regression(draft, samples[:64])
+    batch = make_batch(samples[64:68], draft.config.block_size, 8, None)
+    attention: Any = draft.layers[0]
+    attention = attention.self_attn
+    slots, context = layer_inputs(draft, batch)
+    for head, offset in enumerate(initial._FIRST_OFFSETS[: attention.num_heads]):
+        for row, anchor in [(0, int(batch.anchors[0, -1])), (1, int(batch.anchors[1, -1]))]:
+            own = slots[row, -1]  # [K, H] of the last anchor
+            keys = torch.cat((context[row, :anchor], own))
+            for slot in range(draft.config.block_size):
+                scores = [
+                    score(attention, head, (own[slot], anchor + slot), (key, place))
+                    for place, key in enumerate(keys)
+                ]
+                wanted = anchor + slot - offset
+                assert max(range(len(keys)), key=scores.__getitem__) == wanted
+
+
+def layer_inputs(draft: DSparkDraft, batch: Any) -> tuple[Tensor, Tensor]:
+    """What the first layer's projections read: slots [B, A, K, H] and context [B, S, H]."""
+    tokens = torch.full((*batch.anchors.shape, draft.config.block_size), draft.config.mask_token_id)
+    tokens[:, :, 0] = batch.tokens.gather(1, batch.anchors)
+    layer: Any = draft.layers[0]
+    with torch.no_grad():
+        return layer.input_layernorm(draft.embed(tokens)), draft.fuse(batch.features)
+
+
+@torch.no_grad()
+def score(attention: Any, head: int, query: tuple[Tensor, int], key: tuple[Tensor, int]) -> float:
+    """The product of a rotated query and key, pairs (i, i + D/2) turned one by one."""
+    size = attention.head_dim
+    rows = slice(head * size, (head + 1) * size)
+    vectors = []
+    for projection, norm, (x, place) in (
+        (attention.q_proj, attention.q_norm, query),
+        (attention.k_proj, attention.k_norm, key),
+    ):
+        v = projection.weight[rows] @ x
+        v = v / (v.pow(2).mean() + norm.eps).sqrt() * norm.weight
+        turned = v.clone()
+        for i in range(size // 2):
+            angle = torch.tensor(place / THETA ** (2 * i / size))
+            a, b = v[i], v[i + size // 2]
+            turned[i] = a * angle.cos() - b * angle.sin()
+            turned[i + size // 2] = b * angle.cos() + a * angle.sin()
+        vectors.append(turned)
+    return float(vectors[0] @ vectors[1])
+
+
+def test_what_it_cannot_fit_is_left_as_it_was(
+    samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = fresh_draft()
+    before = weights(draft)
+    short = samples_of(TARGET, [cut(response, 2) for response in rollouts(TARGET, 3)])
+    assert not start_by_regression(draft, short)
+    assert not start_by_regression(draft, [])
+    monkeypatch.setattr(initial, "LARGEST_WIDTH", 1)
+    assert not start_by_regression(draft, samples)
+    assert equal(weights(draft), before)
+
+
+def test_heads_that_share_keys_and_a_reduced_vocabulary(samples: list[TrainingSample]) -> None:
+    """A draft of the target's own attention shape starts better than at random, too."""
+    draft = fresh_draft(num_key_value_heads=2)
+    before = expected(draft, samples[64:])
+    assert start_by_regression(draft, samples[:64])
+    assert expected(draft, samples[64:]) > before + 0.05
+
+
+def test_progress_ends_at_its_total(samples: list[TrainingSample], tmp_path: Any) -> None:
+    seen: list[tuple[str, int, int]] = []
+    run = Trainer(fresh_draft(), train_settings(), tmp_path, (InMemory(samples[:20]), samples[64:]))
+    assert run.start(lambda what, done, total: seen.append((what, done, total)))
+    for part in ("features", "start by regression"):
+        counts = [(done, total) for what, done, total in seen if what == part]
+        assert [done for done, _ in counts] == list(range(1, counts[-1][1] + 1))
