@@ -8,6 +8,8 @@ before it left over:
 - the context projection, by reduced-rank regression on the hidden states of all slots;
 - attention heads that look at fixed distances (the position before the anchor, the anchor itself,
   ...), made of fast rotary pairs and of directions in which every input is alike;
+- attention heads that find the anchor's word earlier in the text, and so what followed it there,
+  made of slow rotary pairs and of a part of the context that is regressed on the word itself;
 - each layer's two output projections, by ridge regression on the heads' and on random gated units'
   outputs.
 
@@ -34,12 +36,14 @@ _FEW = 6  # batches: a mean direction needs few positions
 _SLOT_DECAY = 4.0
 _FEATURE_RIDGE = 0.02
 _OUTPUT_RIDGE = 0.01
-_FIRST_OFFSETS = (1, 0, 2, 1, 3, 2, 0, 1, 4)
+_COPY = -1  # in place of an offset: a head that finds the anchor's word earlier in the text
+_FIRST_OFFSETS = (1, 0, 2, 1, _COPY, 2, 1, 3, _COPY)
 _LATER_OFFSETS = (1, None, 0, None, 2, None, 1, None, 3)
 # The head is often tied to the embedding, and then the anchor's own embedding in the residual
 # stream is a vote for the anchor's word: all that is added to the stream is made this much larger.
 _OVER_EMBEDDING = 60.0
 _FASTEST = 0.4  # radians a position; slower rotary pairs hardly tell neighbours apart
+_SLOWEST = 0.005  # radians a position; pairs below it compare words over hundreds of positions
 _CONTRAST = 5.0  # nats by which a head prefers its position to the one beside it
 _POSITIONAL = 8.0  # the size of a positional pattern beside the random weights it stands on
 
@@ -89,6 +93,12 @@ class _Fit:
         ).to(self.device)
         embedding = draft.bound.embed.float()
         self.scale = _OVER_EMBEDDING * float(embedding.pow(2).mean().sqrt())
+        attention = draft.layers[0].self_attn
+        assert isinstance(attention, Attention)
+        self.pattern = _Pattern.of(attention.head_dim, draft.config.rope_theta, self.device)
+        heads = _FIRST_OFFSETS[: attention.num_heads]
+        num_directions = len(self.pattern.slow) if _COPY in heads else 0
+        self.word = self._word_directions(min(num_directions, draft.config.hidden_size // 6))
         self._tick = tick
         self._done = 0
 
@@ -112,6 +122,16 @@ class _Fit:
         wanted: Tensor = batch.hidden[batch.positions] / self.head_input_size
         return wanted
 
+    def _word_directions(self, count: int) -> Tensor:
+        """[count, H]: the directions in which normed embeddings of the text differ, each made of
+        unit size, so that equal words stand out."""
+        tokens = torch.cat([sample.tokens for sample in self.samples]).to(self.device)
+        rows = _normed(self.draft.embed(tokens)).float()
+        values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+        first = len(values) - count
+        directions: Tensor = vectors[:, first:] / values[first:].clamp(min=1e-6).sqrt()
+        return directions.T
+
     def context_projection(self) -> Tensor:
         """Set `fc` and the final norm; returns the map [H, H] from the anchor's normed embedding
         to slot 0."""
@@ -119,27 +139,39 @@ class _Fit:
         num_features = draft.fc.in_features
         some = torch.cat([s.features.taps[1:] for s in self.samples[:64]]).float()
         scale = some.std(0).to(self.device) + 1e-3
-        sums = _Sums(num_features + hidden, size * hidden, self.device)
+        num_words = len(self.word)
+        sums = _Sums(num_features + hidden, size * hidden + num_words, self.device)
         for batch in self.batches():
             flat = torch.zeros(batch.anchors.numel() * size, hidden, device=self.device)
             flat[batch.slot_index] = batch.hidden[batch.positions]
             whole = torch.zeros(len(flat), dtype=torch.bool, device=self.device)
             whole[batch.slot_index] = True
             whole = whole.view(-1, size).all(1)
-            before = (batch.anchors - 1).clamp(min=0)[..., None].expand(-1, -1, num_features)
-            features = batch.features.gather(1, before).flatten(0, 1) / scale
+            before = (batch.anchors - 1).clamp(min=0)
+            rows = before[..., None].expand(-1, -1, num_features)
+            features = batch.features.gather(1, rows).flatten(0, 1) / scale
+            said = _normed(draft.embed(batch.tokens.gather(1, before))).flatten(0, 1) @ self.word.T
             anchor = _normed(draft.embed(batch.tokens.gather(1, batch.anchors))).flatten(0, 1)
-            targets = flat.view(-1, size, hidden) * self.weights[:, None]
-            sums.add(torch.cat((features, anchor), 1)[whole], targets.flatten(1)[whole])
+            targets = (flat.view(-1, size, hidden) * self.weights[:, None]).flatten(1)
+            targets = torch.cat((targets, said), 1)
+            sums.add(torch.cat((features, anchor), 1)[whole], targets[whole])
         solution = sums.solve(_FEATURE_RIDGE * sums.count)
-        from_features, from_anchor = solution[:num_features], solution[num_features:, :hidden]
-        # The H directions of the features that say most about the hidden states of all slots.
+        from_anchor = solution[num_features:, :hidden]
+        from_features, word = torch.split(
+            solution[:num_features], [size * hidden, num_words], dim=1
+        )
+        # The directions of the features that say most about the hidden states of all slots.
         gram = sums.gram[:num_features, :num_features]
         values, vectors = torch.linalg.eigh(from_features.T @ gram @ from_features)
-        values = values[-hidden:].flip(0).clamp(min=1e-6 * float(values[-1]))
-        basis = from_features @ vectors[:, -hidden:].flip(1)
+        count = hidden - num_words
+        values = values[-count:].flip(0).clamp(min=1e-6 * float(values[-1]))
+        basis = from_features @ vectors[:, -count:].flip(1)
         # Half-way to equal sizes: weak directions should be seen, not their noise.
-        basis = basis / (values / values.mean()) ** 0.25 / scale[:, None]
+        basis = basis / (values / values.mean()) ** 0.25
+        size_of = (basis * (gram @ basis)).sum().div(basis.shape[1]).sqrt()
+        word_size = (word * (gram @ word)).sum().div(max(num_words, 1)).sqrt().clamp(min=1e-9)
+        # The word's directions come last, each as large as the others are on average.
+        basis = torch.cat((basis, word * (size_of / word_size)), 1) / scale[:, None]
         size_now = (some.to(self.device) @ basis).pow(2).mean().sqrt()
         draft.fc.weight.copy_((basis / size_now).T)
         draft.hidden_norm.weight.fill_(1.0)
@@ -162,7 +194,7 @@ class _Fit:
         context = context[context.abs().sum(1) > 0]  # without padding
         query_direction = _alike([anchor, later])
         key_direction = _alike([context, anchor, later])
-        pattern = _Pattern.of(attention.head_dim, draft.config.rope_theta, self.device)
+        pattern = self.pattern
         for projection in (attention.q_proj, attention.k_proj):
             nn.init.normal_(projection.weight, std=0.004)
         nn.init.normal_(attention.v_proj.weight, std=hidden**-0.5)
@@ -175,14 +207,23 @@ class _Fit:
             if offset is None or offset >= self.size:
                 continue
             rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-            query = pattern.query(offset)
-            attention.q_proj.weight[rows] += _POSITIONAL * torch.outer(query, query_direction)
+            copies = offset == _COPY
+            if copies:
+                slow = pattern.slow[: len(self.word)]
+                attention.q_proj.weight[rows][slow] += _POSITIONAL * self.word
+            else:
+                query = pattern.query(offset)
+                attention.q_proj.weight[rows] += _POSITIONAL * torch.outer(query, query_direction)
             if head % group:
                 continue
             own = head // group
             rows = slice(own * attention.head_dim, (own + 1) * attention.head_dim)
-            key = pattern.query(0)
-            attention.k_proj.weight[rows] += _POSITIONAL * torch.outer(key, key_direction)
+            if copies:
+                last = torch.eye(hidden, device=self.device)[hidden - len(self.word) :]
+                attention.k_proj.weight[rows][slow] += _POSITIONAL * last
+            else:
+                key = pattern.query(0)
+                attention.k_proj.weight[rows] += _POSITIONAL * torch.outer(key, key_direction)
             start = used.get(offset, 0)
             taken = min(attention.head_dim, hidden - start)
             if number == 0 and taken > 0:
@@ -195,6 +236,7 @@ class _Fit:
             norm.weight.fill_(1.0)
             norm.weight[pattern.query(0) > 0] = pattern.sharpness
             norm.weight[pattern.sines] = pattern.sharpness
+            norm.weight[pattern.slow] = pattern.sharpness
 
     def output(self, projection: nn.Linear) -> None:
         """Ridge regression from a projection's inputs to what the residual stream still lacks."""
@@ -239,7 +281,8 @@ class _Sums:
 class _Pattern:
     """A vector of rotary pairs whose product with itself, rotated, peaks at one distance."""
 
-    def __init__(self, angles: Tensor, head_dim: int) -> None:
+    def __init__(self, every: Tensor, head_dim: int) -> None:
+        angles = every[every >= _FASTEST]
         self._angles = angles
         self._head_dim = head_dim
         # After the head norms a score is at most sharpness^2 * sqrt(D), at the wanted distance;
@@ -248,12 +291,14 @@ class _Pattern:
         self.sharpness = math.sqrt(_CONTRAST / (math.sqrt(head_dim) * lost))
         half = head_dim // 2
         self.sines = torch.arange(half, half + len(angles), device=angles.device)
+        still = (every <= _SLOWEST).nonzero()[:, 0]
+        self.slow = torch.cat((still, still + half))
 
     @classmethod
     def of(cls, head_dim: int, theta: float, device: torch.device) -> "_Pattern":
         exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
         angles = 1.0 / theta**exponents
-        return cls(angles[angles >= _FASTEST], head_dim)
+        return cls(angles, head_dim)
 
     def query(self, offset: int) -> Tensor:
         """The query's direction [D] that finds the same pattern `offset` positions before it."""

@@ -95,8 +95,45 @@ def layer_inputs(draft: DSparkDraft, batch: Any) -> tuple[Tensor, Tensor]:
         return layer.input_layernorm(draft.embed(tokens)), draft.fuse(batch.features)
 
 
+def test_copying_heads_find_the_anchors_word(samples: list[TrainingSample]) -> None:
+    """Slow rotary pairs are needed to compare words at any distance: a base of ten million."""
+    theta = 1e7
+    draft = fresh_draft(num_attention_heads=9, num_key_value_heads=9, rope_theta=theta)
+    assert start_by_regression(draft, samples[:64])
+    heads = [head for head, offset in enumerate(initial._FIRST_OFFSETS) if offset == initial._COPY]
+    assert heads
+    attention: Any = draft.layers[0]
+    attention = attention.self_attn
+    found, by_chance = [], []
+    for sample in samples[64:72]:
+        batch = make_batch([sample], draft.config.block_size, 6, None)
+        slots, context = layer_inputs(draft, batch)
+        for number, anchor in enumerate(batch.anchors[0].tolist()):
+            same = sample.tokens[1:anchor] == sample.tokens[anchor]
+            if not same.any():
+                continue
+            query = (slots[0, number, 0], anchor)
+            for head in heads:
+                scores = [
+                    score(attention, head, query, (context[0, place], place), theta)
+                    for place in range(1, anchor)
+                ]
+                weights = (torch.tensor(scores) * attention.head_dim**-0.5).softmax(0)
+                found.append(float(weights[same].sum()))
+                by_chance.append(float(same.float().mean()))
+    assert len(found) > 10
+    # Five directions for sixty words: they cannot all be told apart here.
+    assert sum(found) > 3 * sum(by_chance)
+
+
 @torch.no_grad()
-def score(attention: Any, head: int, query: tuple[Tensor, int], key: tuple[Tensor, int]) -> float:
+def score(
+    attention: Any,
+    head: int,
+    query: tuple[Tensor, int],
+    key: tuple[Tensor, int],
+    theta: float = THETA,
+) -> float:
     """The product of a rotated query and key, pairs (i, i + D/2) turned one by one."""
     size = attention.head_dim
     rows = slice(head * size, (head + 1) * size)
@@ -109,7 +146,7 @@ def score(attention: Any, head: int, query: tuple[Tensor, int], key: tuple[Tenso
         v = v / (v.pow(2).mean() + norm.eps).sqrt() * norm.weight
         turned = v.clone()
         for i in range(size // 2):
-            angle = torch.tensor(place / THETA ** (2 * i / size))
+            angle = torch.tensor(place / theta ** (2 * i / size))
             a, b = v[i], v[i + size // 2]
             turned[i] = a * angle.cos() - b * angle.sin()
             turned[i + size // 2] = b * angle.cos() + a * angle.sin()
