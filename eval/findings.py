@@ -116,10 +116,22 @@ def warnings(
 ) -> list[str]:
     """What a reader must know before quoting a figure; most serious first."""
     found = _lossless_warnings(losslessness) + _arm_warnings(traces)
+    # One line for what several workloads have in common: a list that is read to its end.
+    concerned: dict[str, list[str]] = {}
     for name, group in workloads.items():
-        found += [f"{words(name).capitalize()}: {text}" for text in _group_warnings(group)]
+        for text in _group_warnings(group):
+            concerned.setdefault(text, []).append(words(name))
+    for text, names in concerned.items():
+        found.append(f"{_listed(names)}: {text}")
     found += _dtype_warnings(traces)
     return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    """["code", "chat", "maths"] as "Code, chat and maths"."""
+    *first, last = names
+    text = f"{', '.join(first)} and {last}" if first else last
+    return text[0].upper() + text[1:]
 
 
 def _lossless_warnings(check: dict[str, Any] | None) -> list[str]:

@@ -96,6 +96,16 @@ def test_warnings() -> None:
     assert "slower than plain" in warned([simple_trace(decode_seconds=0.5), pair[1]])
 
 
+def test_what_workloads_share_is_said_once() -> None:
+    traces = []
+    for workload in ("code", "creative", "chat"):
+        named = {"workload": workload, "prompt_id": workload}
+        traces += [simple_trace(**named), baseline_trace(**named)]
+    lines = [line for line in warned(traces).splitlines() if "only 1 prompts" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("Code, creative writing and chat: ")
+
+
 def test_a_speed_up_that_is_not_shown_is_said() -> None:
     traces = []
     for index in range(30):
