@@ -114,6 +114,8 @@ def _make_draft(
 
 def _start(trainer: "Trainer") -> None:
     """The start of a fresh run by regression, with a bar for each of its parts."""
+    from sparksmith.distill.initial import LARGEST_WIDTH
+
     bars: dict[str, Bar] = {}
     with ExitStack() as stack:
 
@@ -123,7 +125,12 @@ def _start(trainer: "Trainer") -> None:
                 bars[what] = stack.enter_context(progress(what, total=total))
             bars[what].at(done)
 
-        trainer.start(tick)
+        started = trainer.start(tick)
+    if not started:
+        say(
+            f"starting from random weights: a regression needs features of at most {LARGEST_WIDTH} "
+            f"(they are {trainer.draft.fc.in_features} wide) and a response of a whole block"
+        )
 
 
 def _describe(draft: "DSparkDraft", trainer: "Trainer", num_training: int, resumed: bool) -> None:
