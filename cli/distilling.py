@@ -31,7 +31,7 @@ MIX = {
     "extraction": 0.06,
 }
 BLOCK_SIZE = 4
-"""A fifth token is accepted in one step of a hundred, and costs a fifth of the training."""
+"""A fifth token was accepted in fewer than one step of a hundred."""
 MAX_PROMPT_TOKENS = 224
 MAX_NEW_TOKENS = 160
 HELD_OUT = 64

@@ -64,14 +64,14 @@ def start_by_regression(
     fit = _Fit(draft, samples, tick)
     if not fit.has_whole_blocks():
         return False
-    embedding_map = fit.context_projection()
+    anchor_directions = fit.context_projection()
     layers = draft.layers
     try:
         for number, layer in enumerate(layers):
             assert isinstance(layer, DraftLayer)
             draft.layers = layers[: number + 1]  # those that are still to come add nothing
             _clear(layer)
-            fit.wire(layer.self_attn, number, embedding_map)
+            fit.wire(layer.self_attn, number, anchor_directions)
             fit.output(layer.self_attn.o_proj)
             fit.output(layer.mlp.down_proj)
     finally:
@@ -133,8 +133,8 @@ class _Fit:
         return directions.T
 
     def context_projection(self) -> Tensor:
-        """Set `fc` and the final norm; returns the map [H, H] from the anchor's normed embedding
-        to slot 0."""
+        """Set `fc` and the final norm; returns the directions [H, H] of the anchor's normed
+        embedding, those that say most about slot 0 first."""
         draft, hidden, size = self.draft, self.draft.config.hidden_size, self.size
         num_features = draft.fc.in_features
         some = torch.cat([s.features.taps[1:] for s in self.samples[:64]]).float()
@@ -177,9 +177,11 @@ class _Fit:
         draft.hidden_norm.weight.fill_(1.0)
         # A mean over what may follow is smaller than what follows: the norm makes up for it.
         draft.norm.weight.copy_(1.3 * self.head_input_size)
-        return from_anchor
+        _, _, directions = torch.linalg.svd(from_anchor.T)
+        said_by_anchor: Tensor = directions
+        return said_by_anchor
 
-    def wire(self, attention: Attention, number: int, embedding_map: Tensor) -> None:
+    def wire(self, attention: Attention, number: int, anchor_directions: Tensor) -> None:
         """Make each head look at one distance; the first layer's heads carry chosen directions."""
         draft, hidden = self.draft, self.draft.config.hidden_size
         queries, contexts = [], []
@@ -201,7 +203,6 @@ class _Fit:
         offsets = _FIRST_OFFSETS if number == 0 else _LATER_OFFSETS
         group = attention.num_heads // attention.num_kv_heads
         used: dict[int, int] = {}
-        _, _, right = torch.linalg.svd(embedding_map.T)
         for head in range(attention.num_heads):
             offset = offsets[head % len(offsets)]
             if offset is None or offset >= self.size:
@@ -228,7 +229,8 @@ class _Fit:
             taken = min(attention.head_dim, hidden - start)
             if number == 0 and taken > 0:
                 # An anchor's head carries its embedding's directions, the others the context's.
-                source = right if offset == 0 else torch.eye(hidden, device=self.device)
+                context_directions = torch.eye(hidden, device=self.device)
+                source = anchor_directions if offset == 0 else context_directions
                 attention.v_proj.weight[rows].zero_()
                 attention.v_proj.weight[rows][:taken] = source[start : start + taken]
                 used[offset] = start + taken

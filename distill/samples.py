@@ -6,7 +6,6 @@ anchor is always the target's own last token. Its slot k predicts the token at a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,16 +42,6 @@ class TrainingSample:
         features = self.features
         tensors = (features.taps, features.hidden, features.log_norm, features.threshold)
         return sum(tensor.nbytes for tensor in (self.tokens, *tensors))
-
-
-class SampleSource(Protocol):
-    """Where training samples come from: online features, a cache in memory, later a store."""
-
-    def __len__(self) -> int: ...
-
-    def length(self, index: int) -> int: ...
-
-    def take(self, indices: Sequence[int]) -> list[TrainingSample]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,9 @@ def load_state(
     """
     for leftover in folder.glob(f".{STATE_FILE}.*.tmp"):
         leftover.unlink(missing_ok=True)
+    # safetensors itself writes to .tmp and six letters beside the file that it is given.
+    for leftover in folder.rglob(".tmp??????"):
+        leftover.unlink(missing_ok=True)
     path = folder / STATE_FILE
     if not path.is_file():
         return None

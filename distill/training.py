@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,12 +18,7 @@ from sparksmith.distill.initial import LARGEST_WIDTH, start_by_regression
 from sparksmith.distill.loss import LossWeights
 from sparksmith.distill.objective import Objective, StepStatistics
 from sparksmith.distill.optimizers import DivergedError, Optimizers, OptimizerSettings
-from sparksmith.distill.samples import (
-    SampleSource,
-    TrainingSample,
-    check_temperature,
-    make_batch,
-)
+from sparksmith.distill.samples import TrainingSample, check_temperature, make_batch
 from sparksmith.distill.schedule import Budget, batches, learning_rate_factor
 from sparksmith.distill.state import draft_identity, load_state, save_state
 from sparksmith.distill.validation import Expectation, expected_acceptance
@@ -33,11 +28,21 @@ from sparksmith.draft.model import DSparkDraft
 
 BEST, LAST = "best", "last"
 START_POSITIONS = 75_000
-"""Of the first samples, for the start by regression: on half as many it overfits
+"""Of the first samples, for the start by regression: on a third as many it overfits
 (benchmarks/README.md)."""
 
 Tick = Callable[[str, int, int], None]
 """Told what is being prepared, and how far it is: done and in all."""
+
+
+class SampleSource(Protocol):
+    """Where training samples come from: online features, a cache in memory, later a store."""
+
+    def __len__(self) -> int: ...
+
+    def length(self, index: int) -> int: ...
+
+    def take(self, indices: Sequence[int]) -> list[TrainingSample]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
