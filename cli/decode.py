@@ -9,9 +9,13 @@ from sparksmith.cli.answer import LEGENDS, AnswerPrinter, Marks, marks_for
 from sparksmith.cli.draft_choice import (
     NGRAM,
     NOTHING,
+    DraftTopP,
+    MinSurvival,
+    NumTokens,
     bind_draft,
     check_choice,
     load,
+    min_survival_of,
     num_tokens_of,
     read_draft_config,
 )
@@ -28,6 +32,7 @@ from sparksmith.cli.target import (
 )
 
 if TYPE_CHECKING:
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.model import DSparkDraft
     from sparksmith.draft.proposal import Drafter
     from sparksmith.verify.decode import DecodeSettings
@@ -52,18 +57,9 @@ def decode(
     max_new_tokens: Annotated[
         int, typer.Option(help="The longest answer.", rich_help_panel=DECODING)
     ] = 256,
-    num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-tokens",
-            "-k",
-            help="Tokens drafted a step (default: the draft's block, or 4).",
-            rich_help_panel=DECODING,
-        ),
-    ] = None,
-    draft_top_p: Annotated[
-        float, typer.Option(help="The draft's own nucleus.", rich_help_panel=DECODING)
-    ] = 1.0,
+    num_tokens: NumTokens = None,
+    draft_top_p: DraftTopP = 1.0,
+    min_survival: MinSurvival = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.", rich_help_panel=DECODING)] = 0,
     marks: Annotated[
         Marks | None,
@@ -80,6 +76,7 @@ def decode(
 
     Ctrl-C ends it with the figures so far.
     """
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
 
@@ -90,6 +87,7 @@ def decode(
         num_tokens=num_tokens_of(num_tokens, config),
         seed=seed,
     )
+    drafting = Drafting(top_p=draft_top_p, min_survival=min_survival_of(min_survival, config))
     choice = TargetChoice(
         name=target,
         dtype=dtype,
@@ -100,7 +98,7 @@ def decode(
     check_choice(config, choice, draft)
     loaded = load(draft)
     opened = open_target(choice, taps=config.target_layer_ids if config else (), identify=False)
-    drafter = make_drafter(opened, draft, loaded, settings, draft_top_p)
+    drafter = make_drafter(opened, draft, loaded, settings, drafting)
     return stream(opened, drafter, prompt, settings, marks)
 
 
@@ -109,7 +107,7 @@ def make_drafter(
     name: str,
     draft: "DSparkDraft | None",
     settings: "DecodeSettings",
-    draft_top_p: float,
+    drafting: "Drafting",
 ) -> "Drafter | None":
     """The drafter of this request; None for plain decoding. UserError where the draft is unfit."""
     from sparksmith.cli.evaluating import drafter_maker
@@ -118,7 +116,7 @@ def make_drafter(
         return None
     if draft is not None:
         bind_draft(draft, opened.target, name)
-    return drafter_maker(opened.target, draft, draft_top_p)(settings.sampling, settings.seed)
+    return drafter_maker(opened.target, draft, drafting)(settings.sampling, settings.seed)
 
 
 def stream(

@@ -152,7 +152,8 @@ def _evaluate(
     """The report's summary and the seconds that it took."""
     import time
 
-    from sparksmith.draft.sampling import Sampling
+    from sparksmith.cli.draft_choice import min_survival_of
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.verify.decode import DecodeSettings
 
     started = time.perf_counter()
@@ -165,8 +166,8 @@ def _evaluate(
         num_tokens=loaded.config.block_size,
         seed=seed,
     )
-    own = Sampling(temperature=sampling.temperature)
+    drafting = Drafting(min_survival=min_survival_of(None, loaded.config))
     summary = evaluate.run(
-        opened, (str(draft), loaded), prompts, (settings, own), (out, scale.lossless)
+        opened, (str(draft), loaded), prompts, (settings, drafting), (out, scale.lossless)
     )
     return summary, time.perf_counter() - started

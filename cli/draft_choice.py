@@ -4,7 +4,9 @@ Whether it fits the target is read from two config.json files, before any weight
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
 
 from sparksmith.cli.target import TargetChoice, resolve
 from sparksmith.draft.errors import UserError
@@ -17,6 +19,30 @@ if TYPE_CHECKING:
 NGRAM, NOTHING = "ngram", "none"
 NGRAM_TOKENS = 4
 """Tokens that prompt lookup drafts a step where no number is asked for."""
+MIN_SURVIVAL = 0.05
+"""Best on two CPU cores, where one more token in a verification costs a twentieth of a step."""
+
+DRAFT_PANEL = "Draft"
+NumTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-tokens",
+        "-k",
+        help="Tokens drafted a step, at most (default: the draft's block; 4 for `ngram`).",
+        rich_help_panel=DRAFT_PANEL,
+    ),
+]
+MinSurvival = Annotated[
+    float | None,
+    typer.Option(
+        help="End a draft before a token whose chance to be accepted with all before it is lower, "
+        f"by the confidence head; 0 drafts whole blocks (default: {MIN_SURVIVAL}).",
+        rich_help_panel=DRAFT_PANEL,
+    ),
+]
+DraftTopP = Annotated[
+    float, typer.Option(help="The draft's own nucleus; 1 is off.", rich_help_panel=DRAFT_PANEL)
+]
 
 
 class Sizes(Protocol):
@@ -68,6 +94,17 @@ def num_tokens_of(chosen: int | None, config: "DSparkConfig | None") -> int:
             f"is more than the draft's block of {config.block_size}",
             f"Use 1 to {config.block_size}, or train a draft with a larger --block-size.",
         )
+    return chosen
+
+
+def min_survival_of(chosen: float | None, config: "DSparkConfig | None") -> float:
+    """The least survival that was chosen; by default `MIN_SURVIVAL` for drafts that can tell it."""
+    from sparksmith.draft.drafter import check_min_survival
+
+    has_head = config is not None and config.enable_confidence_head
+    if chosen is None:
+        return MIN_SURVIVAL if has_head else 0.0
+    check_min_survival(chosen, has_head=has_head)
     return chosen
 
 

@@ -9,8 +9,12 @@ import typer
 
 from sparksmith.cli.draft_choice import (
     NOTHING,
+    DraftTopP,
+    MinSurvival,
+    NumTokens,
     bind_draft,
     check_choice,
+    min_survival_of,
     num_tokens_of,
     read_draft_config,
 )
@@ -28,8 +32,10 @@ from sparksmith.cli.target import (
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.model import DSparkDraft
     from sparksmith.eval.prompt_sets import EvalPrompt
+    from sparksmith.verify.decode import DecodeSettings
 
 EXAMPLE = "sparksmith eval --draft runs/draft/best --workload code --out runs/report"
 PROMPTS, DECODING = "Prompts", "Decoding (the same in both arms)"
@@ -62,21 +68,12 @@ def evaluate(
     max_new_tokens: Annotated[
         int, typer.Option(help="The longest response.", rich_help_panel=DECODING)
     ] = 128,
-    num_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-tokens",
-            "-k",
-            help="Tokens drafted a step (default: the draft's block).",
-            rich_help_panel=DECODING,
-        ),
-    ] = None,
+    num_tokens: NumTokens = None,
     accept_rule: Annotated[
         str, typer.Option(help="block or standard.", rich_help_panel=DECODING)
     ] = "block",
-    draft_top_p: Annotated[
-        float, typer.Option(help="The draft's own nucleus.", rich_help_panel=DECODING)
-    ] = 1.0,
+    draft_top_p: DraftTopP = 1.0,
+    min_survival: MinSurvival = None,
     seed: Annotated[int, typer.Option(help="Of all requests.", rich_help_panel=DECODING)] = 0,
     lossless: Annotated[
         int, typer.Option(help="Prompts of the check at temperature 0.", rich_help_panel=DECODING)
@@ -90,6 +87,7 @@ def evaluate(
 
     Exit code 1 when the texts at temperature 0 differ (ties aside).
     """
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
     from sparksmith.verify.run_record import check_folder
@@ -107,6 +105,7 @@ def evaluate(
         accept_rule=parse_rule(accept_rule),
         seed=seed,
     )
+    drafting = Drafting(top_p=draft_top_p, min_survival=min_survival_of(min_survival, config))
     choice = TargetChoice(
         name=target,
         dtype=dtype,
@@ -122,7 +121,7 @@ def evaluate(
         opened,
         (draft, loaded),
         chosen,
-        (settings, Sampling(temperature=temperature, top_p=draft_top_p)),
+        (settings, drafting),
         (out, lossless),
     )
     check = summary["losslessness"]
@@ -155,7 +154,7 @@ def run(
     opened: OpenTarget,
     draft: "tuple[str, DSparkDraft | None]",
     prompts: "list[EvalPrompt]",
-    sampling: tuple[Any, Any],
+    how: "tuple[DecodeSettings, Drafting]",
     place: tuple[Path, int],
 ) -> dict[str, Any]:
     """Everything after the options; returns the report's summary."""
@@ -165,7 +164,7 @@ def run(
     from sparksmith.eval.evaluation import EvaluationSettings, check_prompts
     from sparksmith.verify.run_record import RunRecord, fingerprint
 
-    (name, loaded), (settings, draft_sampling), (out, lossless) = draft, sampling, place
+    (name, loaded), (settings, drafting), (out, lossless) = draft, how, place
     if loaded is not None:
         bind_draft(loaded, opened.target, name)
     tokens = evaluating.tokenised(opened.tokenizer, prompts)
@@ -175,7 +174,8 @@ def run(
         "target": opened.record["name"],
         "draft": name,
         "dtype": opened.record["dtype"],
-        "draft_top_p": draft_sampling.top_p,
+        "draft_top_p": drafting.top_p,
+        "min_survival": drafting.min_survival,
         "device": str(opened.target.device),
     }
     record = RunRecord.open(
@@ -192,7 +192,7 @@ def run(
         evaluation = evaluating.Evaluation(
             target=opened.target,
             tokenizer=opened.tokenizer,
-            make_drafter=evaluating.drafter_maker(opened.target, loaded, draft_sampling.top_p),
+            make_drafter=evaluating.drafter_maker(opened.target, loaded, drafting),
             prompts=tokens,
             settings=EvaluationSettings(decode=settings, described=described),
             lossless_prompts=lossless,

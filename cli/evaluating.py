@@ -35,6 +35,14 @@ LOSSLESS_FILE = "lossless.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """How a draft is used: its own nucleus, and the least survival it still drafts for."""
+
+    top_p: float = 1.0
+    min_survival: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What is evaluated: a target, a way to make drafters, prompts and settings."""
 
@@ -48,22 +56,22 @@ class Evaluation:
 
 
 def drafter_maker(
-    target: TransformersTarget, draft: DSparkDraft | None, draft_top_p: float
+    target: TransformersTarget, draft: DSparkDraft | None, drafting: Drafting
 ) -> DrafterMaker:
     """Makes drafters of a bound DSpark draft, or n-gram drafters when there is none.
 
-    The draft samples at the request's temperature, with its own `draft_top_p`.
+    The draft samples at the request's temperature.
     """
     import torch
 
     def make(sampling: Sampling, seed: int) -> Drafter:
         if draft is None:
             return NgramDrafter(target.vocab_size)
-        own = Sampling(temperature=sampling.temperature, top_p=draft_top_p)
+        own = Sampling(temperature=sampling.temperature, top_p=drafting.top_p)
         # Another stream than the target's: the uniforms that judge a draft must not be those that
         # drew it.
         generator = torch.Generator(draft.fc.weight.device).manual_seed(seed ^ 0x5DEECE66D)
-        return DSparkDrafter(draft, own, generator)
+        return DSparkDrafter(draft, own, generator, min_survival=drafting.min_survival)
 
     return make
 

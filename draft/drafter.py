@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparksmith.draft.decoder import DraftDecoder
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.proposal import Proposal
 from sparksmith.draft.sampling import Sampling, probabilities, sample
@@ -16,8 +17,13 @@ class DSparkDrafter:
     """Drafts for one request with a bound DSpark draft.
 
     `sampling` is the draft's own: exactness needs only that the probabilities reported are those
-    sampled from. `generator` lives on the draft's device. Confidences are computed on request:
-    a loop that verifies every drafted token has no use for them.
+    sampled from. `generator` lives on the draft's device.
+
+    A draft ends before the first token whose chance to be reached and accepted, the product of the
+    confidences so far, is below `min_survival` (DSpark section 3.2.1): verifying it would cost
+    more than it brings. That chance is known before the token is drawn, so both accept rules stay
+    exact. 0 drafts whole blocks. Confidences are reported where they were needed for this, or
+    asked for with `confidences`.
     """
 
     def __init__(
@@ -26,9 +32,16 @@ class DSparkDrafter:
         sampling: Sampling,
         generator: torch.Generator | None,
         *,
+        min_survival: float = 0.0,
         confidences: bool = False,
     ) -> None:
-        self._confidences = confidences
+        """Raises UserError for a `min_survival` outside [0, 1], or one that needs a confidence head
+        where the draft has none."""
+        check_min_survival(min_survival, has_head=draft.confidence_head is not None)
+        self._min_survival = min_survival
+        self._confidences = draft.confidence_head is not None and (
+            confidences or min_survival > 0.0
+        )
         self._draft = draft
         self._sampling = sampling
         self._generator = generator
@@ -52,29 +65,29 @@ class DSparkDrafter:
 
     @torch.inference_mode()
     def propose(self, anchor: int, num_tokens: int) -> Proposal:
-        """Draft min(num_tokens, block_size) tokens; the anchor's own slot drafts the first.
+        """Draft at most min(num_tokens, block_size) tokens; the anchor's slot drafts the first.
 
         The whole block is computed even if fewer tokens are wanted: a bidirectional block was
         trained to see all its slots.
         """
         block = self._block.clone()
         block[0] = anchor
-        hidden = self._decoder.block(block)[: max(num_tokens, 0)]
-        tokens, probs = self._sample(block[0], hidden)
-        confidences = None
-        if self._confidences and self._draft.confidence_head is not None:
-            previous = torch.cat((block[:1], tokens))[: len(tokens)]
-            logits = self._draft.confidence_logits(previous, hidden)
-            confidences = logits.float().sigmoid()
-        return Proposal(tokens=tokens, probs=probs, confidences=confidences)
+        return self._sample(block[0], self._decoder.block(block)[: max(num_tokens, 0)])
 
-    def _sample(self, anchor: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample slot after slot: target ids [n] and their distributions [n, V]."""
+    def _sample(self, anchor: Tensor, hidden: Tensor) -> Proposal:
+        """Sample slot after slot, until the draft is long enough or too unlikely to survive."""
         draft, weights = self._draft, self._decoder.weights
         base = weights.head(hidden)
-        previous, state = anchor, None
-        tokens, rows = anchor.new_empty(len(hidden)), []
+        previous, state, survival = anchor, None, 1.0
+        tokens, rows, confidences = [], [base[:0].float()], [base.new_empty(0, dtype=torch.float32)]
         for slot in range(len(hidden)):
+            if self._confidences:
+                confidence = draft.confidence_logits(previous, hidden[slot]).float().sigmoid()
+                if self._min_survival:
+                    survival *= float(confidence)
+                    if survival < self._min_survival:
+                        break
+                confidences.append(confidence[None])
             logits = base[slot : slot + 1]
             if draft.markov_head is not None and weights.markov is not None:
                 features, state = draft.markov_head.step(previous, hidden[slot], state)
@@ -82,10 +95,13 @@ class DSparkDrafter:
             probs = probabilities(logits, self._sampling)
             word = sample(probs, self._generator) if not self._sampling.greedy else probs.argmax(-1)
             previous = draft.target_ids[word].squeeze(0)
-            tokens[slot] = previous
+            tokens.append(previous)
             rows.append(probs)
-        drafted = torch.cat(rows) if rows else base.float()
-        return tokens, self._over_target(drafted)
+        return Proposal(
+            tokens=torch.stack(tokens) if tokens else self._block[:0],
+            probs=self._over_target(torch.cat(rows)),
+            confidences=torch.cat(confidences) if self._confidences else None,
+        )
 
     def _over_target(self, probs: Tensor) -> Tensor:
         """Draft distributions [n, Vd] over the target's vocabulary [n, V], zero elsewhere."""
@@ -94,3 +110,18 @@ class DSparkDrafter:
             return probs
         full = probs.new_zeros(probs.shape[0], config.vocab_size)
         return full.scatter_(1, self._draft.target_ids.expand(probs.shape[0], -1), probs)
+
+
+def check_min_survival(min_survival: float, *, has_head: bool) -> None:
+    """Raise UserError for what is no probability, or needs a head that is not there."""
+    if not 0.0 <= min_survival <= 1.0:
+        raise UserError(
+            "min_survival", min_survival, "is not a probability", "Use 0 (off) to 1, such as 0.05."
+        )
+    if min_survival > 0.0 and not has_head:
+        raise UserError(
+            "min_survival",
+            min_survival,
+            "needs a confidence head, and this draft has none",
+            "Use 0, or train a draft with a confidence head.",
+        )

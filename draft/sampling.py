@@ -59,21 +59,20 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return probs
 
 
-def _keep_nucleus(probs: Tensor, top_p: float) -> Tensor:
+def _keep_nucleus(probs: Tensor, top_p: float, candidates: int = 64) -> Tensor:
     """Zero the words outside the nucleus and renormalise.
 
     A full sort of a large vocabulary costs more than a small model's step. The nucleus is nearly
-    always among the few dozen most likely words: more are sorted only when these lack the mass.
+    always among the few dozen most likely words: more are sorted only in rows that lack the mass.
     """
-    vocab = probs.shape[-1]
-    for candidates in (64, 1024, vocab):
-        top, index = probs.topk(min(candidates, vocab))
-        if candidates >= vocab or bool((top.sum(-1) > top_p + 1e-4).all()):
-            break
-    before = top.cumsum(-1) - top
-    kept = top.masked_fill(before >= top_p, 0.0)
+    top, index = probs.topk(min(candidates, probs.shape[-1]))
+    kept = top.masked_fill(top.cumsum(-1) - top >= top_p, 0.0)
     kept = kept / kept.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, index, kept)
+    result = torch.zeros_like(probs).scatter_(-1, index, kept)
+    lacking = top.sum(-1) <= top_p + 1e-4
+    if candidates < probs.shape[-1] and bool(lacking.any()):
+        result[lacking] = _keep_nucleus(probs[lacking], top_p, 16 * candidates)
+    return result
 
 
 def sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -17,11 +17,12 @@ so by position the conditional rates come first and the joint rate is their prod
 product-limit estimate, Kaplan and Meier 1958):
 
     conditional(k) = steps with accepted >= k / steps that drafted k, kept k-1, and went on
-    joint(k)       = conditional(1) * ... * conditional(k)
+    joint(k)       = product over j <= k of
+                     steps with accepted >= j / steps that kept j-1 and went on
 
-With no cut step and equally long drafts joint(k) is exactly
-(steps with accepted >= k) / (steps that drafted >= k), and 1 + sum of joint(k) is the acceptance
-length.
+A step that did not draft position k, because its drafter stopped before, went on without it: it
+counts against the joint rate and not against the conditional one. With no cut step joint(k) is
+exactly (steps with accepted >= k) / steps, and 1 + sum of joint(k) is the acceptance length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,12 @@ class Step:
     @property
     def reached(self) -> int:
         """How many drafted positions the target judged with all earlier drafts accepted."""
-        return self.accepted if self.cut else min(self.accepted + 1, self.drafted)
+        return min(self.went_on, self.drafted)
+
+    @property
+    def went_on(self) -> int:
+        """How many positions had all earlier drafts accepted and some token after them."""
+        return self.accepted if self.cut else self.accepted + 1
 
 
 def steps_of(trace: Trace) -> list[Step] | None:
@@ -137,18 +143,19 @@ def by_position(prompts: Sequence[PromptTraces]) -> list[dict[str, Any]]:
     )
     if num_positions == 0:
         return []
-    # Axes: prompts, (drafted that far, reached, accepted), positions.
-    counts = np.zeros((len(prompts), 3, num_positions))
+    # Axes: prompts, (drafted that far, reached, went on, accepted), positions.
+    counts = np.zeros((len(prompts), 4, num_positions))
     for row, prompt in zip(counts, prompts, strict=True):
         for step in (s for t in prompt.speculative for s in steps_of(t) or ()):
             row[0, : step.drafted] += 1
             row[1, : step.reached] += 1
-            row[2, : step.accepted] += 1
+            row[2, : step.went_on] += 1
+            row[3, : step.accepted] += 1
 
     estimates = PromptResamples(len(prompts)).estimate(
         counts[:, 1:].reshape(len(prompts), -1), _conditional_and_joint
     )
-    drafted, reached, accepted = counts.sum(axis=0).astype(int).tolist()
+    drafted, reached, _, accepted = counts.sum(axis=0).astype(int).tolist()
     return [
         {
             "position": k + 1,
@@ -163,16 +170,16 @@ def by_position(prompts: Sequence[PromptTraces]) -> list[dict[str, Any]]:
 
 
 def _conditional_and_joint(sums: Array) -> Array:
-    """[N, 2K] counts (reached, accepted) to [N, 2K] rates (conditional, joint)."""
-    num_positions = sums.shape[1] // 2
-    conditional = divide(sums[:, num_positions:], sums[:, :num_positions])
-    joint = np.ones_like(conditional)
+    """[N, 3K] counts (reached, went on, accepted) to [N, 2K] rates (conditional, joint)."""
+    reached, went_on, accepted = np.split(sums, 3, axis=1)
+    kept = divide(accepted, went_on)
+    joint = np.ones_like(kept)
     survived = np.ones(len(sums))
-    for k in range(num_positions):
+    for k in range(kept.shape[1]):
         # Where nothing survives, later positions are never reached and the joint rate is still 0.
-        survived = np.where(survived == 0, 0.0, survived * conditional[:, k])
+        survived = np.where(survived == 0, 0.0, survived * kept[:, k])
         joint[:, k] = survived
-    return np.concatenate([conditional, joint], axis=1)
+    return np.concatenate([divide(accepted, reached), joint], axis=1)
 
 
 @dataclass(frozen=True)

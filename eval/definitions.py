@@ -32,10 +32,13 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "joint": {
         "name": "Joint acceptance at position k",
-        "formula": "conditional(1) * ... * conditional(k)",
+        "formula": (
+            "product over j <= k of steps with accepted >= j / steps that kept j-1 and went on"
+        ),
         "meaning": (
-            "P(the first k drafted tokens are kept). With equally long drafts and no cut steps "
-            "it is steps with accepted >= k / steps, and 1 + its sum is the acceptance length."
+            "P(a step keeps at least k drafted tokens); one that drafted fewer does not. Without "
+            "cut steps it is steps with accepted >= k / steps, and 1 + its sum is the acceptance "
+            "length."
         ),
     },
     "token_acceptance": {

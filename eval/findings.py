@@ -23,7 +23,9 @@ NEEDED_FOR = {
     "entropy_lower": "entropy bands and the entropy curve",
 }
 # Settings in which the arms differ by nature.
-DRAFT_SETTINGS = {"draft", "num_tokens", "accept_rule", "drafter", "vocabulary"}
+DRAFT_SETTINGS = {
+    "draft", "num_tokens", "min_survival", "draft_top_p", "accept_rule", "drafter", "vocabulary",
+}  # fmt: skip
 
 
 def words(workload: str) -> str:
@@ -86,6 +88,7 @@ def about(summary: dict[str, Any]) -> str:
         f"{name} {made_with[key]}".strip()
         for key, name in (
             ("target", "target"), ("draft", "draft"), ("num_tokens", "drafted tokens"),
+            ("min_survival", "least survival"),
             ("temperature", "temperature"), ("top_p", "top-p"), ("dtype", ""), ("engine", "on"),
         )
         if key in made_with and isinstance(made_with[key], str | int | float)

@@ -6,8 +6,9 @@ from draft_models import VOCABULARY, tiny_config, tiny_draft, tiny_features
 from torch.nn import functional
 
 from sparksmith.draft.drafter import DSparkDrafter
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
-from sparksmith.draft.proposal import Drafter
+from sparksmith.draft.proposal import Drafter, Proposal
 from sparksmith.draft.sampling import Sampling, probabilities
 
 PROMPT = torch.arange(9)
@@ -157,3 +158,57 @@ def test_the_draft_distribution_uses_its_own_sampling() -> None:
     plain = drafter_of(draft, Sampling(temperature=1.0, top_p=1.0)).propose(5, 1)
     proposal = drafter_of(draft, sampling).propose(5, 1)
     torch.testing.assert_close(proposal.probs, probabilities(plain.probs.log(), sampling))
+
+
+def surviving(draft: DSparkDraft, least: float, seed: int) -> tuple[Proposal, Proposal]:
+    """The whole block, and the draft that ends where survival falls below `least`."""
+    drafts = []
+    for min_survival in (0.0, least):
+        generator = torch.Generator().manual_seed(seed)
+        drafter = DSparkDrafter(
+            draft, Sampling(temperature=5.0), generator, min_survival=min_survival, confidences=True
+        )
+        drafter.update(PROMPT, tiny_features(draft, len(PROMPT)))
+        drafts.append(drafter.propose(5, 4))
+    return drafts[0], drafts[1]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_draft_ends_before_the_first_token_that_is_unlikely_to_survive(head: str) -> None:
+    draft = tiny_draft(markov_head_type=head, draft_vocab_size=20)
+    assert draft.confidence_head is not None
+    # Confidences that differ by the word before: weights on its Markov embedding alone.
+    columns = draft.confidence_head.proj.weight.data[0]
+    columns[: draft.config.hidden_size] = 0.0
+    columns[draft.config.hidden_size :] *= 40
+    lengths = set()
+    for seed in range(40):
+        whole, cut = surviving(draft, 0.1, seed)
+        assert whole.confidences is not None
+        enough = (whole.confidences.double().cumprod(0) >= 0.1).long()
+        length = int(enough.cumprod(0).sum())
+        lengths.add(length)
+        # Nothing else changes: the tokens up to there are those of the whole block.
+        assert cut.tokens.tolist() == whole.tokens[:length].tolist()
+        assert torch.equal(cut.probs, whole.probs[:length])
+        assert cut.confidences is not None
+        assert torch.equal(cut.confidences, whole.confidences[:length])
+    assert len(lengths) > 1
+
+
+def test_a_draft_that_gives_nothing_a_chance_drafts_nothing() -> None:
+    whole, cut = surviving(tiny_draft(), 1.0, 0)
+    assert len(whole.tokens) == 4
+    assert (cut.tokens.shape, cut.probs.shape) == ((0,), (0, VOCABULARY))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_a_survival_that_is_no_probability_is_named(value: float) -> None:
+    with pytest.raises(UserError, match="min_survival"):
+        DSparkDrafter(tiny_draft(), Sampling(), None, min_survival=value)
+
+
+def test_survival_needs_a_confidence_head() -> None:
+    draft = tiny_draft(enable_confidence_head=False, confidence_head_with_markov=False)
+    with pytest.raises(UserError, match="confidence head"):
+        DSparkDrafter(draft, Sampling(), None, min_survival=0.05)

@@ -94,6 +94,8 @@ def test_drafts_of_different_length() -> None:
     rows = by_position(by_prompt([trace]))
     # Position 1: two steps drafted, both kept; position 2: one drafted and kept; 3: rejected.
     assert values(rows, "conditional") == [1.0, 1.0, 0.0]
+    # Of three steps, two keep at least one token, one keeps two: not drafting counts as an end.
+    assert values(rows, "joint") == pytest.approx([2 / 3, 1 / 3, 0.0])
     assert [row["steps_drafted"] for row in rows] == [2, 1, 1]
 
 

@@ -28,12 +28,18 @@ Law = dict[Words, float]
 
 @dataclass
 class Model:
-    """A target and a draft as conditional tables over prefixes, filled in as they are asked for."""
+    """A target and a draft as conditional tables over prefixes, filled in as they are asked for.
+
+    `stops` tells from the words before a position whether the draft ends before it; `cuts` also
+    looks at the word drawn there, which a lossless drafter must not.
+    """
 
     num_drafted: int
     length: int
     make_target: Callable[[Words], Row]
     make_draft: Callable[[Words], Row]
+    stops: Callable[[Words], bool] = lambda words: False
+    cuts: Callable[[Words], bool] = lambda words: False
     targets: dict[Words, Row] = field(default_factory=dict)
     drafts: dict[Words, Row] = field(default_factory=dict)
 
@@ -51,12 +57,18 @@ class Model:
         prefixes = [prefix + drafted[:k] for k in range(len(drafted) + 1)]
         return [self.target(p) for p in prefixes], [self.draft(p) for p in prefixes[:-1]]
 
-    def drafted(self, prefix: Words) -> Iterator[tuple[Words, float]]:
-        """Every drafted sequence after `prefix` with its probability."""
-        for words in itertools.product(range(len(self.draft(prefix))), repeat=self.num_drafted):
-            steps = (self.draft(prefix + words[:k])[w] for k, w in enumerate(words))
-            if (probability := math.prod(steps)) > 0.0:
-                yield words, probability
+    def drafted(self, prefix: Words, so_far: Words = ()) -> Iterator[tuple[Words, float]]:
+        """Every draft that goes on from `so_far` after `prefix`, with its probability."""
+        text = prefix + so_far
+        if len(so_far) == self.num_drafted or self.stops(text):
+            yield so_far, 1.0
+            return
+        for word, probability in enumerate(self.draft(text)):
+            if probability > 0.0 and self.cuts((*text, word)):
+                yield so_far, probability
+            elif probability > 0.0:
+                for words, rest in self.drafted(prefix, (*so_far, word)):
+                    yield words, probability * rest
 
 
 # The papers' thresholds and residuals, in plain Python.
@@ -265,6 +277,12 @@ MODELS: dict[str, Callable[[], Model]] = {
     "draft equals target at first": lambda: Model(
         2, 3, table(3, 21), lambda prefix: table(3, 21 + len(prefix) % 2)(prefix)
     ),
+    "stops where the words before say so": lambda: Model(
+        3, 3, table(3, 24), table(3, 25), stops=lambda words: sum(words) % 3 == 1
+    ),
+    "often drafts nothing": lambda: Model(
+        2, 3, table(3, 26), table(3, 27), stops=lambda words: not words or words[-1] > 0
+    ),
     "disjoint supports": lambda: Model(
         2, 3, table(4, 22, words=(0, 1)), table(4, 23, words=(2, 3))
     ),
@@ -408,3 +426,10 @@ def test_a_draft_sampled_from_another_distribution_is_found_out() -> None:
                 law[(*drafted[:accepted], word)[:1]] += probability * share
         first_words: Law = {(w,): p for w, p in enumerate(honest.target(()))}
         assert largest_difference(law, first_words) > 1e-3
+
+
+def test_a_draft_cut_by_a_look_at_the_word_itself_is_found_out() -> None:
+    """Whether a position is verified may depend on the words before it, not on the one there."""
+    for rule in (STANDARD, BLOCK):
+        model = Model(2, 2, table(3, 5), table(3, 6), cuts=lambda words: words[-1] == 1)
+        assert largest_difference(generated_law(Steps(model, rule)), target_law(model)) > 1e-3
