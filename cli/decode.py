@@ -7,15 +7,17 @@ import typer
 
 from sparksmith.cli.answer import LEGENDS, AnswerPrinter, Marks, marks_for
 from sparksmith.cli.draft_choice import (
+    DRAFT_TEMPERATURE,
     NGRAM,
     NOTHING,
+    DraftTemperature,
     DraftTopP,
     MinSurvival,
     NumTokens,
     bind_draft,
     check_choice,
+    drafting_of,
     load,
-    min_survival_of,
     num_tokens_of,
     read_draft_config,
 )
@@ -58,6 +60,7 @@ def decode(
         int, typer.Option(help="The longest answer.", rich_help_panel=DECODING)
     ] = 256,
     num_tokens: NumTokens = None,
+    draft_temperature: DraftTemperature = DRAFT_TEMPERATURE,
     draft_top_p: DraftTopP = 1.0,
     min_survival: MinSurvival = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.", rich_help_panel=DECODING)] = 0,
@@ -76,7 +79,6 @@ def decode(
 
     Ctrl-C ends it with the figures so far.
     """
-    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
 
@@ -87,7 +89,7 @@ def decode(
         num_tokens=num_tokens_of(num_tokens, config),
         seed=seed,
     )
-    drafting = Drafting(top_p=draft_top_p, min_survival=min_survival_of(min_survival, config))
+    drafting = drafting_of(draft_temperature, draft_top_p, min_survival, config)
     choice = TargetChoice(
         name=target,
         dtype=dtype,

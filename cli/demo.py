@@ -152,8 +152,7 @@ def _evaluate(
     """The report's summary and the seconds that it took."""
     import time
 
-    from sparksmith.cli.draft_choice import min_survival_of
-    from sparksmith.cli.evaluating import Drafting
+    from sparksmith.cli.draft_choice import DRAFT_TEMPERATURE, drafting_of
     from sparksmith.verify.decode import DecodeSettings
 
     started = time.perf_counter()
@@ -166,7 +165,7 @@ def _evaluate(
         num_tokens=loaded.config.block_size,
         seed=seed,
     )
-    drafting = Drafting(min_survival=min_survival_of(None, loaded.config))
+    drafting = drafting_of(DRAFT_TEMPERATURE, 1.0, None, loaded.config)
     summary = evaluate.run(
         opened, (str(draft), loaded), prompts, (settings, drafting), (out, scale.lossless)
     )

@@ -12,6 +12,7 @@ from sparksmith.cli.target import TargetChoice, resolve
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
+    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.config import DSparkConfig
     from sparksmith.draft.model import DSparkDraft
     from sparksmith.verify.target import TransformersTarget
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 NGRAM, NOTHING = "ngram", "none"
 NGRAM_TOKENS = 4
 """Tokens that prompt lookup drafts a step where no number is asked for."""
+DRAFT_TEMPERATURE = 0.8
+"""Of the target's: what it adds to the overlap of target and draft is small, and costs nothing."""
 MIN_SURVIVAL = 0.05
 """Best on two CPU cores, where one more token in a verification costs a twentieth of a step."""
 
@@ -37,6 +40,13 @@ MinSurvival = Annotated[
     typer.Option(
         help="End a draft before a token whose chance to be accepted with all before it is lower, "
         f"by the confidence head; 0 drafts whole blocks (default: {MIN_SURVIVAL}).",
+        rich_help_panel=DRAFT_PANEL,
+    ),
+]
+DraftTemperature = Annotated[
+    float,
+    typer.Option(
+        help="The draft's own temperature, as a multiple of the target's.",
         rich_help_panel=DRAFT_PANEL,
     ),
 ]
@@ -106,6 +116,25 @@ def min_survival_of(chosen: float | None, config: "DSparkConfig | None") -> floa
         return MIN_SURVIVAL if has_head else 0.0
     check_min_survival(chosen, has_head=has_head)
     return chosen
+
+
+def drafting_of(
+    temperature: float, top_p: float, min_survival: float | None, config: "DSparkConfig | None"
+) -> "Drafting":
+    """The options above; UserError for one that is out of its range."""
+    from sparksmith.cli.evaluating import Drafting
+
+    if not 0.0 < temperature <= 10.0:
+        raise UserError(
+            "--draft-temperature", temperature, "is not in (0, 10]", "Use 1 for the target's own."
+        )
+    if not 0.0 < top_p <= 1.0:
+        raise UserError("--draft-top-p", top_p, "is not in (0, 1]", "Use 1 to switch it off.")
+    return Drafting(
+        temperature=temperature,
+        top_p=top_p,
+        min_survival=min_survival_of(min_survival, config),
+    )
 
 
 def check_choice(config: "DSparkConfig | None", choice: TargetChoice, draft: str) -> None:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparksmith.cli.draft_choice import (
+    DRAFT_TEMPERATURE,
     NOTHING,
+    DraftTemperature,
     DraftTopP,
     MinSurvival,
     NumTokens,
     bind_draft,
     check_choice,
-    min_survival_of,
+    drafting_of,
     num_tokens_of,
     read_draft_config,
 )
@@ -72,6 +74,7 @@ def evaluate(
     accept_rule: Annotated[
         str, typer.Option(help="block or standard.", rich_help_panel=DECODING)
     ] = "block",
+    draft_temperature: DraftTemperature = DRAFT_TEMPERATURE,
     draft_top_p: DraftTopP = 1.0,
     min_survival: MinSurvival = None,
     seed: Annotated[int, typer.Option(help="Of all requests.", rich_help_panel=DECODING)] = 0,
@@ -87,7 +90,6 @@ def evaluate(
 
     Exit code 1 when the texts at temperature 0 differ (ties aside).
     """
-    from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
     from sparksmith.verify.run_record import check_folder
@@ -105,7 +107,7 @@ def evaluate(
         accept_rule=parse_rule(accept_rule),
         seed=seed,
     )
-    drafting = Drafting(top_p=draft_top_p, min_survival=min_survival_of(min_survival, config))
+    drafting = drafting_of(draft_temperature, draft_top_p, min_survival, config)
     choice = TargetChoice(
         name=target,
         dtype=dtype,
@@ -174,6 +176,7 @@ def run(
         "target": opened.record["name"],
         "draft": name,
         "dtype": opened.record["dtype"],
+        "draft_temperature": drafting.temperature,
         "draft_top_p": drafting.top_p,
         "min_survival": drafting.min_survival,
         "device": str(opened.target.device),

@@ -36,8 +36,10 @@ LOSSLESS_FILE = "lossless.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """How a draft is used: its own nucleus, and the least survival it still drafts for."""
+    """How a draft is used: its temperature as a multiple of the request's, its own nucleus, and
+    the least survival it still drafts for."""
 
+    temperature: float = 1.0
     top_p: float = 1.0
     min_survival: float = 0.0
 
@@ -58,16 +60,14 @@ class Evaluation:
 def drafter_maker(
     target: TransformersTarget, draft: DSparkDraft | None, drafting: Drafting
 ) -> DrafterMaker:
-    """Makes drafters of a bound DSpark draft, or n-gram drafters when there is none.
-
-    The draft samples at the request's temperature.
-    """
+    """Makes drafters of a bound DSpark draft, or n-gram drafters when there is none."""
     import torch
 
     def make(sampling: Sampling, seed: int) -> Drafter:
         if draft is None:
             return NgramDrafter(target.vocab_size)
-        own = Sampling(temperature=sampling.temperature, top_p=drafting.top_p)
+        temperature = drafting.temperature * sampling.temperature
+        own = Sampling(temperature=temperature, top_p=drafting.top_p)
         # Another stream than the target's: the uniforms that judge a draft must not be those that
         # drew it.
         generator = torch.Generator(draft.fc.weight.device).manual_seed(seed ^ 0x5DEECE66D)

@@ -160,10 +160,10 @@ class BatchGenerator:
         When `stop` turns true no further request starts, and the rows under way are finished.
         Raises UserError, before any work, for a prompt that is empty or too long.
         """
-        waiting = deque(requests)
+        settings = self.settings
+        waiting = deque(_alike(list(requests), settings.batch_size))
         for request in waiting:
             _check_prompt(request, self._max_prompt)
-        settings = self.settings
         self._rows = TargetRows(
             self.target.model, num_rows=settings.batch_size, capacity=self._capacity
         )
@@ -190,11 +190,15 @@ class BatchGenerator:
             if stop():
                 waiting.clear()
             free = [row for row, live in enumerate(self._live) if live is None]
-            # Prefilling a few rows at once is cheaper than one at a time.
-            if waiting and (len(free) >= max(1, len(self._live) // 16)):
-                starting = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
+            # Prefilling a few rows at once is cheaper than one at a time, and many at once are
+            # padded to the longest of many.
+            few = max(1, len(self._live) // 16)
+            if waiting and len(free) >= few:
+                starting = [waiting.popleft() for _ in range(min(len(free), len(waiting), 2 * few))]
                 on_tokens(len(starting))
                 yield from self._start(free[: len(starting)], starting)
+                if len(free) - len(starting) >= few:
+                    continue
             elif not waiting and free:
                 self._shrink()
                 if not self._live:
@@ -287,6 +291,19 @@ class BatchGenerator:
         self._live = [self._live[row] for row in busy]
         if self._capture is not None:
             self._capture.keep(busy)
+
+
+def _alike(requests: list[Request], window: int) -> list[Request]:
+    """The requests in an order in which prompts of about one length follow each other.
+
+    Rows that start together are padded to the longest of them. Only within `window` requests, so
+    that a run that is stopped has not left the long ones to the end.
+    """
+    ordered = []
+    for start in range(0, len(requests), window):
+        part = requests[start : start + window]
+        ordered += sorted(part, key=lambda request: len(request.prompt_ids))
+    return ordered
 
 
 def _check_prompt(request: Request, most: int) -> None:

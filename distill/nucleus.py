@@ -6,6 +6,7 @@ threshold) once the logits can be computed again: that is all that training keep
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparksmith.draft.sampling import Sampling
 
@@ -36,13 +37,8 @@ def nucleus(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor,
         words = torch.arange(vocab, device=scaled.device).expand_as(scaled)
         last = kth if sampling.top_k else dropped
         return words, (scaled - total[:, None]).exp(), total, _between(last, dropped)
-    width = 64
-    while True:
-        top, words = scaled.topk(min(width, vocab))
-        probs = (top - total[:, None]).exp()
-        if width >= vocab or bool((probs[:, :-1].sum(-1) > sampling.top_p + 1e-5).all()):
-            break
-        width *= 8
+    top, words = _most_likely(scaled, total, sampling.top_p)
+    probs = (top - total[:, None]).exp()
     before = probs.cumsum(-1) - probs
     kept = (before < sampling.top_p) & (probs > 0)
     probs = probs.masked_fill(~kept, 0.0)
@@ -57,6 +53,28 @@ def nucleus(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor,
         whole = torch.where((following == last)[:, 0], whole, mass)
     threshold = _between(last, torch.maximum(following, dropped))
     return words, probs / mass[:, None], total + whole.log(), threshold
+
+
+def _most_likely(scaled: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Scaled logits [N, k] in descending order with their words, enough for every row's nucleus.
+
+    Only rows that lack the mass are looked through again, for more words; in the others the places
+    beyond the first ones hold -inf and word 0.
+    """
+    vocab = scaled.shape[-1]
+    top, words = scaled.topk(min(64, vocab))
+    width = top.shape[-1]
+    while width < vocab:
+        mass = (top[:, :-1] - total[:, None]).exp().sum(-1)
+        lacking = (mass <= top_p + 1e-5).nonzero()[:, 0]
+        if not len(lacking):
+            break
+        more = min(8 * width, vocab) - width
+        top = functional.pad(top, (0, more), value=float("-inf"))
+        words = functional.pad(words, (0, more))
+        width += more
+        top[lacking], words[lacking] = scaled[lacking].topk(width)
+    return top, words
 
 
 def _between(last: Tensor, dropped: Tensor) -> Tensor:

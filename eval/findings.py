@@ -24,7 +24,8 @@ NEEDED_FOR = {
 }
 # Settings in which the arms differ by nature.
 DRAFT_SETTINGS = {
-    "draft", "num_tokens", "min_survival", "draft_top_p", "accept_rule", "drafter", "vocabulary",
+    "draft", "num_tokens", "min_survival", "draft_temperature", "draft_top_p", "accept_rule",
+    "drafter", "vocabulary",
 }  # fmt: skip
 
 

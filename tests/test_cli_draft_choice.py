@@ -8,7 +8,13 @@ from distill_samples import TAPS, tiny_target
 from draft_models import tiny_draft
 from tiny_models import HIDDEN, VOCABULARY
 
-from sparksmith.cli.draft_choice import bind_draft, check_fit, num_tokens_of
+from sparksmith.cli.draft_choice import (
+    MIN_SURVIVAL,
+    bind_draft,
+    check_fit,
+    min_survival_of,
+    num_tokens_of,
+)
 from sparksmith.distill.new_draft import DraftShape, new_draft
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
@@ -69,3 +75,17 @@ def test_as_many_tokens_as_asked_for() -> None:
     assert num_tokens_of(None, None) == 4
     assert num_tokens_of(1, config) == 1
     assert num_tokens_of(9, None) == 9
+
+
+def test_least_survival_is_for_drafts_that_can_tell_it() -> None:
+    config = draft().config
+    without = replace(config, enable_confidence_head=False, confidence_head_with_markov=False)
+    assert min_survival_of(None, config) == MIN_SURVIVAL
+    assert min_survival_of(None, without) == min_survival_of(None, None) == 0.0
+    assert min_survival_of(0.2, config) == 0.2
+    assert min_survival_of(0.0, without) == 0.0
+    for unfit in (without, None):
+        with pytest.raises(UserError, match="confidence head"):
+            min_survival_of(0.2, unfit)
+    with pytest.raises(UserError, match="is not a probability"):
+        min_survival_of(1.5, config)

@@ -21,6 +21,7 @@ from sparksmith.distill.generation import (
 from sparksmith.distill.nucleus import nucleus
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.sampling import Sampling, probabilities
+from sparksmith.verify.rows import TargetRows
 from sparksmith.verify.target import TransformersTarget
 
 GREEDY = Sampling(temperature=0.0)
@@ -104,6 +105,27 @@ def test_samples_follow_the_distribution() -> None:
     statistic = sum((counts[word] - e) ** 2 / e for word, e in expected.items())
     freedom = len(expected) - 1
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_prompts_that_start_together_are_of_about_one_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that little is spent on padding; and the long ones are not left to the end of the run."""
+    started: list[list[int]] = []
+    prefill = TargetRows.prefill
+
+    def watched(self: TargetRows, rows: Tensor, prompts: list[list[int]]) -> Tensor:
+        started.append([len(prompt) for prompt in prompts])
+        return prefill(self, rows, prompts)
+
+    monkeypatch.setattr(TargetRows, "prefill", watched)
+    lengths = torch.randint(2, 40, (96,), generator=torch.Generator().manual_seed(0)).tolist()
+    asked = [Request(request_id=str(i), prompt_ids=words(n)) for i, n in enumerate(lengths)]
+    settings = GenerationSettings(sampling=SAMPLING, max_new_tokens=4, batch_size=32)
+    list(BatchGenerator(tiny_target(), settings, max_prompt_tokens=40).run(asked))
+    padded = sum(max(group) * len(group) for group in started)
+    assert padded < 1.15 * sum(lengths)
+    assert max(max(group) for group in started[: len(started) // 3]) > 35
 
 
 def test_stop_finishes_the_rows_under_way_and_starts_no_other() -> None:
@@ -227,6 +249,21 @@ def test_nucleus_is_the_distribution_of_serving(sampling: Sampling, spread: floa
         scaled = logits / sampling.temperature
         found = (scaled - log_norm[:, None]).exp() * (scaled >= threshold[:, None])
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_nucleus_of_narrow_and_wide_rows_together() -> None:
+    """Rows that fit into the words first looked at stay right when others need more."""
+    vocab = 1500
+    spread = torch.tensor([40.0, 0.1, 3.0, 0.1])[:, None]
+    logits = spread * torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=0.7, top_p=0.95)
+    words_, probs, log_norm, threshold = nucleus(logits, sampling)
+    expected = probabilities(logits, sampling)
+    assert sorted({int((row > 0).sum()) < 64 for row in expected}) == [False, True]
+    assert torch.allclose(dense(words_, probs, vocab), expected, rtol=1e-4, atol=1e-7)
+    scaled = logits / sampling.temperature
+    found = (scaled - log_norm[:, None]).exp() * (scaled >= threshold[:, None])
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_p=0.8), Sampling(top_k=4)])

@@ -117,6 +117,15 @@ def test_kill_9_costs_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "killed").glob(".*"))  # no half-written state is left
 
 
+def test_what_a_killed_save_left_is_removed(tmp_path: Path, samples: list[TrainingSample]) -> None:
+    """Our own temporary name, and the one that safetensors itself writes to beside a file."""
+    list(tiny_trainer(tmp_path, samples, train_settings(1)).run())
+    (tmp_path / "last" / ".tmpAb3dEf").write_bytes(b"half a draft")
+    (tmp_path / f".{STATE_FILE}.77.tmp").write_bytes(b"half a state")
+    assert tiny_trainer(tmp_path, samples, train_settings(2)).resume()
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
 def test_another_run_in_the_folder_is_named(tmp_path: Path, samples: list[TrainingSample]) -> None:
     list(tiny_trainer(tmp_path, samples, train_settings(1)).run())
     differing = train_settings(
