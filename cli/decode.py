@@ -89,7 +89,7 @@ def decode(
         num_tokens=num_tokens_of(num_tokens, config),
         seed=seed,
     )
-    drafting = drafting_of(draft_temperature, draft_top_p, min_survival, config)
+    drafting = drafting_of((draft_temperature, draft_top_p, min_survival), config, device)
     choice = TargetChoice(
         name=target,
         dtype=dtype,

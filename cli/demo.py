@@ -165,7 +165,7 @@ def _evaluate(
         num_tokens=loaded.config.block_size,
         seed=seed,
     )
-    drafting = drafting_of(DRAFT_TEMPERATURE, 1.0, None, loaded.config)
+    drafting = drafting_of((DRAFT_TEMPERATURE, 1.0, None), loaded.config, "cpu")
     summary = evaluate.run(
         opened, (str(draft), loaded), prompts, (settings, drafting), (out, scale.lossless)
     )

@@ -23,7 +23,8 @@ NGRAM_TOKENS = 4
 DRAFT_TEMPERATURE = 0.8
 """Of the target's: what it adds to the overlap of target and draft is small, and costs nothing."""
 MIN_SURVIVAL = 0.05
-"""Best on two CPU cores, where one more token in a verification costs a twentieth of a step."""
+"""Best on two CPU cores, where one more token in a verification costs a twentieth of a step. A GPU
+verifies a few tokens more in the same time."""
 
 DRAFT_PANEL = "Draft"
 NumTokens = Annotated[
@@ -39,7 +40,8 @@ MinSurvival = Annotated[
     float | None,
     typer.Option(
         help="End a draft before a token whose chance to be accepted with all before it is lower, "
-        f"by the confidence head; 0 drafts whole blocks (default: {MIN_SURVIVAL}).",
+        "by the confidence head; 0 drafts whole blocks "
+        f"(default: {MIN_SURVIVAL} on a CPU, 0 on a GPU).",
         rich_help_panel=DRAFT_PANEL,
     ),
 ]
@@ -107,23 +109,28 @@ def num_tokens_of(chosen: int | None, config: "DSparkConfig | None") -> int:
     return chosen
 
 
-def min_survival_of(chosen: float | None, config: "DSparkConfig | None") -> float:
-    """The least survival that was chosen; by default `MIN_SURVIVAL` for drafts that can tell it."""
+def min_survival_of(
+    chosen: float | None, config: "DSparkConfig | None", device: str = "cpu"
+) -> float:
+    """The least survival that was chosen; by default `MIN_SURVIVAL` where it pays (a CPU) and the
+    draft can tell it."""
     from sparksmith.draft.drafter import check_min_survival
 
     has_head = config is not None and config.enable_confidence_head
     if chosen is None:
-        return MIN_SURVIVAL if has_head else 0.0
+        return MIN_SURVIVAL if has_head and device == "cpu" else 0.0
     check_min_survival(chosen, has_head=has_head)
     return chosen
 
 
 def drafting_of(
-    temperature: float, top_p: float, min_survival: float | None, config: "DSparkConfig | None"
+    options: tuple[float, float, float | None], config: "DSparkConfig | None", device: str
 ) -> "Drafting":
-    """The options above; UserError for one that is out of its range."""
+    """The options above (temperature, top-p, least survival) for a draft of `config` beside a
+    target on `device`; UserError for one that is out of its range."""
     from sparksmith.cli.evaluating import Drafting
 
+    temperature, top_p, min_survival = options
     if not 0.0 < temperature <= 10.0:
         raise UserError(
             "--draft-temperature", temperature, "is not in (0, 10]", "Use 1 for the target's own."
@@ -133,7 +140,7 @@ def drafting_of(
     return Drafting(
         temperature=temperature,
         top_p=top_p,
-        min_survival=min_survival_of(min_survival, config),
+        min_survival=min_survival_of(min_survival, config, device),
     )
 
 

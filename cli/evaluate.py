@@ -107,7 +107,7 @@ def evaluate(
         accept_rule=parse_rule(accept_rule),
         seed=seed,
     )
-    drafting = drafting_of(draft_temperature, draft_top_p, min_survival, config)
+    drafting = drafting_of((draft_temperature, draft_top_p, min_survival), config, device)
     choice = TargetChoice(
         name=target,
         dtype=dtype,

@@ -81,6 +81,7 @@ def test_least_survival_is_for_drafts_that_can_tell_it() -> None:
     config = draft().config
     without = replace(config, enable_confidence_head=False, confidence_head_with_markov=False)
     assert min_survival_of(None, config) == MIN_SURVIVAL
+    assert min_survival_of(None, config, "cuda") == 0.0  # a few tokens more cost a GPU nothing
     assert min_survival_of(None, without) == min_survival_of(None, None) == 0.0
     assert min_survival_of(0.2, config) == 0.2
     assert min_survival_of(0.0, without) == 0.0
