@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparksmith.verify.run_record import RunRecord
 
 GENERATION_SHARE = 0.5
-"""Of the budget. With 0.35 the draft saw each response twice and learnt them by heart."""
+"""Of the budget. Responses are what a draft is short of: it overfits, and did so with 0.35 too."""
 MIX = {
     "code": 0.40,
     "creative": 0.30,

@@ -176,11 +176,14 @@ def run(
         "target": opened.record["name"],
         "draft": name,
         "dtype": opened.record["dtype"],
-        "draft_temperature": drafting.temperature,
-        "draft_top_p": drafting.top_p,
-        "min_survival": drafting.min_survival,
         "device": str(opened.target.device),
     }
+    if loaded is not None:  # prompt lookup has no use for them
+        described |= {
+            "draft_temperature": drafting.temperature,
+            "draft_top_p": drafting.top_p,
+            "min_survival": drafting.min_survival,
+        }
     record = RunRecord.open(
         out,
         "eval",
