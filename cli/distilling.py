@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.run_record import RunRecord
 
-GENERATION_SHARE = 0.5
-"""Of the budget. Responses are what a draft is short of: it overfits, and did so with 0.35 too."""
+GENERATION_SHARE = 0.62
+"""Of the budget. Responses are what a draft is short of: it overfits, and did so with 0.5 too."""
 MIX = {
-    "code": 0.40,
+    "code": 0.46,
     "creative": 0.30,
-    "chat": 0.10,
-    "explanation": 0.08,
-    "maths": 0.06,
-    "extraction": 0.06,
+    "chat": 0.08,
+    "explanation": 0.06,
+    "maths": 0.05,
+    "extraction": 0.05,
 }
 NUM_LAYERS, BLOCK_SIZE = 1, 3
 """In minutes a draft learns little, and most where a block costs least: one layer reached 1.541 in

@@ -56,7 +56,7 @@ def train(
     ] = 2,
     anchors: Annotated[
         int, typer.Option(help="Most blocks of a response.", rich_help_panel=TRAINING)
-    ] = 64,
+    ] = 128,
     optimizer: Annotated[
         str, typer.Option(help="adamw or muon.", rich_help_panel=TRAINING)
     ] = "adamw",

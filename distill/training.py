@@ -57,7 +57,7 @@ class TrainSettings:
     budget: Budget
     temperature: float = 0.7
     batch_size: int = 2
-    anchors: int = 64
+    anchors: int = 128
     warmup: float = 0.04
     greedy_rollouts: bool = False
     seed: int = 0
