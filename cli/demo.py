@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "sparksmith demo --budget 20"
 
+CARD = "README.md"
 DEFAULT_MINUTES = 20.0
 WORKLOADS = ("code", "creative", "chat", "maths", "extraction")
 MAIN_WORKLOADS = ("code", "creative")
@@ -85,6 +86,8 @@ def demo(
     summary, seconds["evaluate"] = _evaluate(
         opened, draft, _prompts(scale, limit), (sampling, seed, scale), report
     )
+    if pretrained:
+        print(f"its figures on whole workloads: {draft / CARD}")
     print("time: " + ", ".join(f"{name} {duration(value)}" for name, value in seconds.items()))
     check = summary["losslessness"]
     return 1 if check and check["differences"] else 0
@@ -138,8 +141,14 @@ def _prompts(scale: Scale, limit: int | None) -> "list[EvalPrompt]":
         most = scale.main if workload in MAIN_WORKLOADS else scale.others
         most = most if limit is None else limit
         if most:
-            prompts += load_workloads([workload], limit=most)
+            prompts += _spread(load_workloads([workload]), most)
     return prompts
+
+
+def _spread(prompts: "list[EvalPrompt]", most: int) -> "list[EvalPrompt]":
+    """At most `most` of them, evenly over the whole list: its beginning is not a sample."""
+    count = min(most, len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def _evaluate(

@@ -12,6 +12,7 @@ from sparksmith.cli import demo, distilling
 from sparksmith.cli import target as targets
 from sparksmith.cli.main import main
 from sparksmith.distill import responses
+from sparksmith.eval.prompt_sets import load_workloads
 from sparksmith.verify.embedded import EmbeddedModel
 
 
@@ -94,3 +95,11 @@ def test_demo_refuses_before_any_work(
     monkeypatch.setattr(demo, "fetch_with_progress", fetched)
     assert main(["demo", "--out", str(tmp_path / "run"), *options]) == 2
     assert f"error: {field}" in capsys.readouterr().err
+
+
+def test_fewer_prompts_are_spread_over_the_workload() -> None:
+    chosen = [prompt.prompt_id for prompt in demo._prompts(demo.QUICK, None)]
+    everything = [prompt.prompt_id for prompt in load_workloads(["code"])]
+    assert len(everything) == 50
+    assert chosen[:6] == [everything[number] for number in (0, 8, 16, 25, 33, 41)]
+    assert len(chosen) == len(set(chosen)) == 12
