@@ -1,13 +1,14 @@
-"""Drafts on disk: config.json and model.safetensors in vLLM's `Qwen3DSparkModel` layout.
+"""Drafts on disk: config.json and model.safetensors in vLLM's flat layouts, `Qwen3DSparkModel` and,
+for latent attention, `K3DSparkModel`.
 
 A loader that only copies what it finds runs with uninitialised memory where a tensor is missing
 (vLLM 0.33 does), so loading here demands every tensor and shape, and names all that are wrong.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,11 +21,19 @@ from sparksmith.draft.files import replacing, write_json
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.vocabulary import offsets_of, target_ids_of
 
+T = TypeVar("T")
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 _EMBED, _HEAD, _OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 # Tensors that the layout allows and that say nothing which the draft needs.
 _IGNORED = frozenset({_EMBED, _HEAD, "t2d", "mask_embedding"})
+# `K3DSparkModel` has other names for the parts outside the layers.
+_MLA_NAMES = {
+    "fc.weight": "context_proj.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "norm.weight": "final_norm.weight",
+}
 
 
 def save_draft(draft: DSparkDraft, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -80,8 +89,9 @@ def load_draft(folder: Path, *, dtype: torch.dtype | None = None) -> DSparkDraft
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             draft_shapes = _required_shapes(config)
-            _check_tensors(path, shapes, draft_shapes, config)
-            tensors = {name: file.get_tensor(name) for name in draft_shapes}
+            _check_tensors(path, shapes, _renamed(config, draft_shapes), config)
+            names = _file_names(config, draft_shapes)
+            tensors = {name: file.get_tensor(names[name]) for name in draft_shapes}
     except SafetensorError as error:
         raise UserError(
             "draft", str(path), f"is not a readable safetensors file ({error})", "Save it again."
@@ -121,7 +131,7 @@ def _write(
     draft: DSparkDraft, folder: Path, shipped: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> None:
     dtype = dtype or draft.fc.weight.dtype
-    tensors = {**draft.state_dict(), **shipped}
+    tensors = {**_renamed(draft.config, draft.state_dict()), **shipped}
     # A copy of every tensor: safetensors refuses memory shared with the target's.
     tensors = {
         name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -135,6 +145,17 @@ def _write(
     config: dict[str, Any] = draft.config.to_json_dict()
     config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / CONFIG_FILE, config)
+
+
+def _file_names(config: DSparkConfig, names: Iterable[str]) -> dict[str, str]:
+    """A file's name of each of the draft's own tensor names."""
+    other = _MLA_NAMES if config.mla is not None else {}
+    return {name: other.get(name, name) for name in names}
+
+
+def _renamed(config: DSparkConfig, values: Mapping[str, T]) -> dict[str, T]:
+    names = _file_names(config, values)
+    return {names[name]: value for name, value in values.items()}
 
 
 def _required_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:

@@ -1,17 +1,20 @@
 """The sizes and conventions of a DSpark draft, and their config.json form.
 
-The JSON form is the flat `Qwen3DSparkModel` layout that vLLM reads. Engines fill keys that are
-absent with silent defaults of a 4-billion-parameter model, so every size is written out.
+The JSON forms are the two flat layouts that vLLM reads: `Qwen3DSparkModel` for grouped-query
+attention and `K3DSparkModel` for latent attention. Engines fill keys that are absent with silent
+defaults of other models, so every size is written out.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.heads import MarkovHeadType
+from sparksmith.draft.rotary import Yarn
 
 ARCHITECTURE = "Qwen3DSparkModel"
+MLA_ARCHITECTURE = "K3DSparkModel"
 
 _SIZES = (
     "hidden_size",
@@ -27,6 +30,28 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLASizes:
+    """The sizes of multi-head latent attention, in DeepSeek-V3's names."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_count(field.name, getattr(self, field.name), at_least=1)
+        if self.qk_rope_head_dim % 2:
+            raise UserError(
+                "qk_rope_head_dim",
+                self.qk_rope_head_dim,
+                "is odd",
+                "Rotary pairs need an even size.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DSparkConfig:
     """A DSpark draft's sizes; all counts are positive.
 
@@ -35,6 +60,11 @@ class DSparkConfig:
     target layers, in the order in which their outputs are concatenated. `draft_vocab_size` is
     smaller than `vocab_size` when the draft's vocabulary is reduced. `markov_rank` 0 leaves the
     Markov head out. `is_causal` hides later slots of the block from earlier ones.
+
+    `mla` None is grouped-query attention with rotary pairs (i, i + D/2). With `mla` every head has
+    its own key and value (`num_key_value_heads` = `num_attention_heads`), `head_dim` is a query's
+    size, qk_nope_head_dim + qk_rope_head_dim, and rotary pairs are interleaved. `yarn` stretches
+    the rotary embedding.
     """
 
     hidden_size: int
@@ -58,6 +88,8 @@ class DSparkConfig:
     confidence_head_with_markov: bool = True
     is_causal: bool = False
     sample_from_anchor: bool = True
+    yarn: Yarn | None = None
+    mla: MLASizes | None = None
 
     def __post_init__(self) -> None:
         for name in (*_SIZES, "draft_vocab_size", "target_hidden_size"):
@@ -73,6 +105,8 @@ class DSparkConfig:
         self._check_heads()
 
     def _check_attention(self) -> None:
+        if self.mla is not None:
+            self._check_mla(self.mla)
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 "num_attention_heads",
@@ -82,6 +116,36 @@ class DSparkConfig:
             )
         if self.head_dim % 2:
             raise UserError("head_dim", self.head_dim, "is odd", "Rotary pairs need an even size.")
+
+    def _check_mla(self, mla: MLASizes) -> None:
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise UserError(
+                "num_key_value_heads",
+                self.num_key_value_heads,
+                f"is not num_attention_heads {self.num_attention_heads}, as in latent attention",
+                "Use the same number.",
+            )
+        if self.head_dim != mla.qk_nope_head_dim + mla.qk_rope_head_dim:
+            raise UserError(
+                "head_dim",
+                self.head_dim,
+                "is not qk_nope_head_dim + qk_rope_head_dim",
+                f"Use {mla.qk_nope_head_dim + mla.qk_rope_head_dim}.",
+            )
+        if self.reduced_vocabulary:
+            raise UserError(
+                "draft_vocab_size",
+                self.draft_vocab_size,
+                "is reduced, which the K3DSparkModel layout does not know",
+                f"Use the target's {self.vocab_size}.",
+            )
+        if self.markov_head_type != "vanilla" or not self.markov_rank:
+            raise UserError(
+                "markov_head_type",
+                self.markov_head_type if self.markov_rank else "none (markov_rank 0)",
+                "is not what the K3DSparkModel layout has",
+                "Use vanilla, with a markov_rank.",
+            )
 
     def _check_taps(self) -> None:
         ids = self.target_layer_ids
@@ -153,19 +217,46 @@ class DSparkConfig:
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions are rotated."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        factor = 1.0 if self.mla is None or self.yarn is None else self.yarn.softmax_factor
+        return factor * float(self.head_dim**-0.5)
+
     def to_json_dict(self) -> dict[str, Any]:
-        """The config.json of the `Qwen3DSparkModel` layout, without `dtype`."""
+        """The config.json of the draft's layout, without `dtype`."""
         values = asdict(self)
-        theta = values.pop("rope_theta")
+        mla, yarn = values.pop("mla"), values.pop("yarn")
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+        if yarn is not None:
+            rope["rope_type"] = "yarn"
+            rope |= {name: value for name, value in yarn.items() if value is not None}
         # Engines take an absent key for bidirectional, and a present one overrides all others.
         causal = {"is_causal": True} if values.pop("is_causal") else {}
-        return {
+        layout: dict[str, Any] = {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
-            "hidden_act": "silu",
             "attention_bias": False,
+        }
+        if mla is not None:
+            del values["head_dim"]
+            layout = {
+                "architectures": [MLA_ARCHITECTURE],
+                "model_type": "k3_dspark",
+                # Of taps, not of the target's layers, as in the public layout.
+                "num_target_layers": len(self.target_layer_ids),
+                **mla,
+            }
+        return {
+            **layout,
+            "hidden_act": "silu",
             "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_parameters": rope,
             **values,
             "target_layer_ids": list(self.target_layer_ids),
             **causal,
@@ -173,7 +264,7 @@ class DSparkConfig:
 
     @classmethod
     def from_json_dict(cls, values: Mapping[str, Any]) -> "DSparkConfig":
-        """Read the `Qwen3DSparkModel` layout; UserError names the key that is missing or unfit.
+        """Read either layout; UserError names the key that is missing or unfit.
 
         Keys that mean nothing to the draft's computation (ids of special tokens, initialiser
         ranges) are accepted and dropped; those that would change it are refused.
@@ -184,11 +275,15 @@ class DSparkConfig:
         if not isinstance(layers, list):
             raise UserError("target_layer_ids", layers, "is not a list", "Give a list of numbers.")
         confidence = values.get("enable_confidence_head", False)
+        values, mla = _mla(values)
+        theta, yarn = _rope(values)
         return cls(
             **{name: _required(values, name) for name in _SIZES},
             draft_vocab_size=values.get("draft_vocab_size") or _required(values, "vocab_size"),
             rms_norm_eps=_required(values, "rms_norm_eps"),
-            rope_theta=_rope_theta(values),
+            rope_theta=theta,
+            yarn=yarn,
+            mla=mla,
             target_hidden_size=values.get("target_hidden_size") or _required(values, "hidden_size"),
             target_layer_ids=tuple(layers),
             mask_token_id=_required(values, "mask_token_id"),
@@ -199,6 +294,26 @@ class DSparkConfig:
             is_causal=_is_causal(values),
             sample_from_anchor=values.get("sample_from_anchor", True),
         )
+
+
+def _mla(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], MLASizes | None]:
+    """The sizes of latent attention, if the layout has it, and `values` with what follows."""
+    if values["architectures"] != [MLA_ARCHITECTURE]:
+        return values, None
+    sizes = MLASizes(**{field.name: _required(values, field.name) for field in fields(MLASizes)})
+    taps = values["target_layer_ids"]
+    if values.get("num_target_layers", len(taps)) != len(taps):
+        raise UserError(
+            "config.json num_target_layers",
+            values["num_target_layers"],
+            f"is not the number of taps, {len(taps)}",
+            "Write the number of target_layer_ids; the target's depth is another number.",
+        )
+    derived = {
+        "num_key_value_heads": _required(values, "num_attention_heads"),
+        "head_dim": sizes.qk_nope_head_dim + sizes.qk_rope_head_dim,
+    }
+    return {**values, **derived}, sizes
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:
@@ -218,12 +333,13 @@ def _required(values: Mapping[str, Any], key: str) -> Any:
 
 def _refuse_other_computations(values: Mapping[str, Any]) -> None:
     architectures = _required(values, "architectures")
-    if architectures != [ARCHITECTURE]:
+    known = ([ARCHITECTURE], [MLA_ARCHITECTURE])
+    if architectures not in known:
         raise UserError(
             "config.json architectures",
             architectures,
             "is not a DSpark draft's",
-            f"Point at a folder whose architectures is [{ARCHITECTURE!r}].",
+            f"Point at a folder whose architectures is {known[0]} or {known[1]}.",
         )
     only = {
         "hidden_act": "silu",
@@ -232,6 +348,9 @@ def _refuse_other_computations(values: Mapping[str, Any]) -> None:
         "is_neox_style": True,
         "use_sliding_window": False,
         "use_aux_hidden_state": True,
+        "mla_use_nope": False,
+        "mla_use_output_gate": False,
+        "mla_use_qk_norm": False,
     }
     for key, wanted in only.items():
         if values.get(key, wanted) != wanted:
@@ -250,7 +369,8 @@ def _refuse_other_computations(values: Mapping[str, Any]) -> None:
         )
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
+def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
+    """The base of the rotary frequencies, and how they are stretched."""
     rope = values.get("rope_parameters")
     if rope is None and "rope_theta" in values:
         # transformers before 5 wrote the base at the top level.
@@ -262,16 +382,27 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
             "does not give rope_theta",
             'Write {"rope_type": "default", "rope_theta": ...}.',
         )
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        raise UserError(
-            "config.json rope_parameters.rope_type",
-            kind,
-            "is not supported for a draft",
-            "Use a draft with the default rotary embedding.",
-        )
     theta: float = rope["rope_theta"]
-    return theta
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "yarn" or rope.get("attention_factor") or not rope.get("truncate", True):
+        raise UserError(
+            "config.json rope_parameters",
+            dict(rope),
+            "asks for a rotary embedding that this draft does not have",
+            'Use a draft of rope_type "default" or "yarn", without attention_factor.',
+        )
+    names = {field.name for field in fields(Yarn)}
+    for name in ("factor", "original_max_position_embeddings"):
+        if name not in rope:
+            raise UserError(
+                f"config.json rope_parameters.{name}",
+                None,
+                "is missing",
+                "Write the value with which the draft was trained.",
+            )
+    return theta, Yarn(**{k: v for k, v in rope.items() if k in names and v is not None})
 
 
 def _is_causal(values: Mapping[str, Any]) -> bool:
