@@ -122,7 +122,8 @@ class Attention(BlockAttention):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def queries(self, x: Tensor, positions: Rotary) -> Tensor:
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), positions) * self.head_dim**-0.5
+        query = rotate(self.q_norm(self._heads(self.q_proj(x))), positions)
+        return query * float(self.head_dim**-0.5)
 
     def keys_values(self, x: Tensor, positions: Rotary) -> tuple[Tensor, Tensor]:
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), positions)

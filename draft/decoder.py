@@ -201,7 +201,7 @@ class _Cache:
         """Keys a position has; the query heads that share one are rows of the attention."""
         raise NotImplementedError
 
-    def shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shape of each store, without positions and size: [..., size]."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class _HeadsCache(_Cache):
     def kv_heads(config: DSparkConfig) -> int:
         return config.num_key_value_heads
 
-    def shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> Sequence[tuple[int, ...]]:
         return 2 * [(self._num_layers, self._kv_heads, self._size)]
 
     def append(self, context: Tensor) -> None:
@@ -318,14 +318,14 @@ class _LatentCache(_Cache):
     def kv_heads(_config: DSparkConfig) -> int:
         return 1
 
-    def shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> Sequence[tuple[int, ...]]:
         return [(self._num_layers, self._rank + self._rope)]
 
     def append(self, context: Tensor) -> None:
         start, end = self.length, self.length + len(context)
         self.make_room(end)
         latents = self._weights.context(context).view(-1, self._num_layers, self._rank + self._rope)
-        latent, rope = latents.split([self._rank, self._rope], dim=-1)
+        latent, rope = torch.split(latents, [self._rank, self._rope], dim=-1)
         latent = functional.rms_norm(latent, (self._rank,), eps=self.eps) * self._weights.norm
         rope = rotate_interleaved(rope, self.positions(start, len(context)))
         self.stores[0][:, start:end] = torch.cat((latent, rope), dim=-1).transpose(0, 1)
