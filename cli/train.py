@@ -115,8 +115,18 @@ def train(
         str, typer.Option(help="vanilla, gated or rnn.", rich_help_panel=DRAFT)
     ] = "vanilla",
     draft_vocab: Annotated[
-        int, typer.Option(help="Most frequent words kept; 0 keeps all.", rich_help_panel=DRAFT)
-    ] = 8192,
+        int | None,
+        typer.Option(
+            help="Most frequent words kept; 0 keeps all (default: 8192; 0 with --mla).",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    mla: Annotated[
+        bool,
+        typer.Option(
+            "--mla", help="Latent attention, the K3DSparkModel layout.", rich_help_panel=DRAFT
+        ),
+    ] = False,
     head_dim: Annotated[
         int | None,
         typer.Option(help="Of a head (default: twice the target's).", rich_help_panel=DRAFT),
@@ -192,7 +202,10 @@ def train(
         block_size=block_size,
         markov_rank=markov_rank,
         markov_head_type=markov_head,  # type: ignore[arg-type]
-        draft_vocab_size=draft_vocab,
+        draft_vocab_size=(0 if mla else DraftShape.draft_vocab_size)
+        if draft_vocab is None
+        else draft_vocab,
+        mla=mla,
         head_dim=head_dim,
         num_kv_heads=kv_heads,
         is_causal=causal,

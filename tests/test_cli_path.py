@@ -93,6 +93,21 @@ def test_train_leaves_a_draft_and_its_record(draft: Path) -> None:
     assert (run["settings"]["temperature"], run["settings"]["top_p"]) == (0.7, 0.95)
 
 
+def test_a_latent_draft_trains_and_decodes_losslessly(
+    target: Path, responses: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(target, responses, tmp_path / "reduced", "--mla") == 2
+    assert "--draft-vocab: 128" in message(capsys)
+    # The last of two values holds.
+    assert train(target, responses, tmp_path / "mla", "--mla", "--draft-vocab", "0") == 0
+    best = tmp_path / "mla" / "best"
+    assert json.loads((best / "config.json").read_text())["architectures"] == ["K3DSparkModel"]
+    options = ("--workload", "code", "--limit", "1", "--lossless", "1")
+    assert evaluate(target, str(best), tmp_path / "report", *options) == 0
+    summary = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert summary["losslessness"]["differences"] == 0
+
+
 def test_generate_records_a_digest_of_its_prompts(responses: Path) -> None:
     """By hand, from the definition: a line of id and messages for each prompt."""
     digest = hashlib.sha256()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import VOCABULARY, tiny_config, tiny_draft, tiny_features
+from draft_models import MLA, VOCABULARY, tiny_config, tiny_draft, tiny_features
 from safetensors import safe_open
 from torch import Tensor
 from transformers import DeepseekV3Config
@@ -24,10 +24,6 @@ from sparksmith.draft.decoder import DraftDecoder
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.rotary import Yarn, rotary
 
-SIZES = MLASizes(
-    q_lora_rank=12, kv_lora_rank=9, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
-)
-MLA: dict[str, Any] = {"mla": SIZES, "num_key_value_heads": 4, "head_dim": 10}
 YARN = Yarn(
     factor=8.0,
     original_max_position_embeddings=64,
@@ -62,7 +58,7 @@ def deepseek(config: DSparkConfig) -> DeepseekV3Config:
         rope_parameters=rope,
         rope_interleave=True,
         attn_implementation="eager",
-        **vars(SIZES),
+        **vars(config.mla),
     )
 
 

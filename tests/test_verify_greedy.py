@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
-from draft_models import tiny_draft
+from draft_models import MLA, tiny_draft
 from tiny_models import HIDDEN, VOCABULARY, full_pass, tiny_model, words
 from torch import Tensor
 
@@ -88,7 +89,11 @@ def ngram(kind: str) -> NgramDrafter:
     return NgramDrafter(VOCABULARY, max_ngram=2, min_ngram=1)
 
 
-def random_dspark(kind: str) -> DSparkDrafter:
+def random_mla(kind: str) -> DSparkDrafter:
+    return random_dspark(kind, **MLA)
+
+
+def random_dspark(kind: str, **changes: Any) -> DSparkDrafter:
     draft = tiny_draft(
         bind=False,
         hidden_size=HIDDEN,
@@ -97,6 +102,7 @@ def random_dspark(kind: str) -> DSparkDrafter:
         target_hidden_size=HIDDEN,
         target_layer_ids=TAPS,
         block_size=7,
+        **changes,
     )
     target = target_of(kind)
     draft.bind(target.embed_weight.detach(), target.head_weight.detach())
@@ -112,6 +118,7 @@ CASES = [
     (ngram, 4, "block"),
     (random_dspark, 1, "standard"),
     (random_dspark, 7, "block"),
+    (random_mla, 7, "block"),
 ]
 
 
