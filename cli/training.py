@@ -81,10 +81,42 @@ def run_training(
             # Making the draft and the held-out features is part of the budget of minutes.
             trainer.progress.seconds = time.perf_counter() - started
         _describe(draft, trainer, len(training), resumed)
-        results = _train(trainer) | {"best": fingerprint(out / BEST)}
+        results = _train(trainer)
+        _write_manifests(opened, trainer, inputs, out)
+        results["best"] = fingerprint(out / BEST)
         record.finish("complete", **results)
     _conclude(results, trainer, out / BEST)
     return results
+
+
+def _write_manifests(
+    opened: OpenTarget, trainer: "Trainer", inputs: TrainingInputs, out: Path
+) -> None:
+    """sparksmith.json beside both drafts: what they were made for, and what the best reached."""
+    from sparksmith.distill.training import BEST, LAST
+    from sparksmith.draft.manifest import Figure, Manifest, TargetIdentity, write_manifest
+    from sparksmith.verify.loading import text_identity
+
+    target = TargetIdentity(
+        name=opened.record["name"],
+        revision=opened.record.get("commit"),
+        **text_identity(opened.tokenizer),
+    )
+    longest = max(len(row.prompt_ids) + len(row.token_ids) for row in inputs.responses)
+    draft, reached = trainer.draft, trainer.progress.best_acceptance_length
+    sampling = inputs.sampling
+    on = f"held-out responses, temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
+    figures = (Figure(what="expected acceptance length", value=round(reached, 4), on=on),)
+    for name in (BEST, LAST):
+        manifest = Manifest.of(
+            draft.config,
+            draft.target_ids,
+            target=target,
+            trained_length=longest,
+            figures=figures if name == BEST and reached else (),
+        )
+        if (out / name).is_dir():
+            write_manifest(manifest, out / name)
 
 
 def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], list[Response]]":

@@ -13,6 +13,7 @@ from tiny_targets import save_tiny_target
 from sparksmith.cli.main import main
 from sparksmith.distill.optimizers import OptimizerSettings
 from sparksmith.draft.checkpoint import load_draft
+from sparksmith.draft.manifest import read_manifest
 from sparksmith.eval.trace import read_traces
 from sparksmith.verify import loading
 from sparksmith.verify.run_record import fingerprint
@@ -91,6 +92,19 @@ def test_train_leaves_a_draft_and_its_record(draft: Path) -> None:
     best = fingerprint(draft / "best")
     assert run["results"]["best"]["sha256"] == best["sha256"]
     assert (run["settings"]["temperature"], run["settings"]["top_p"]) == (0.7, 0.95)
+
+
+def test_train_says_what_the_draft_was_made_for(target: Path, draft: Path) -> None:
+    loaded = load_draft(draft / "best")
+    manifest = read_manifest(draft / "best", loaded.config, loaded.target_ids)
+    assert manifest.target.name == str(target)
+    assert manifest.assumed == ()
+    _, tokenizer = loading.load_target(target, dtype="float32")
+    template = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    assert manifest.target.chat_template_sha256 == template
+    (figure,) = manifest.figures
+    assert figure.value == record(draft)["results"]["expected_acceptance_length"]
+    assert "temperature 0.7" in figure.on
 
 
 def test_a_latent_draft_trains_and_decodes_losslessly(

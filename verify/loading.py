@@ -3,6 +3,8 @@
 Weights come from safetensors only, and code from a checkpoint runs only if its user says so.
 """
 
+import hashlib
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +84,27 @@ def target_sizes(name_or_path: str | Path, trust_remote_code: bool = False) -> T
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size),
     )
+
+
+def text_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """SHA-256 of the tokenizer (its vocabulary and rules) and of the chat template, if any.
+
+    Text rendered otherwise than in training lowers acceptance, and nothing else shows it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = (
+        json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    )
+    template = tokenizer.chat_template
+    rendered = template if template is None or isinstance(template, str) else json.dumps(template)
+    return {
+        "tokenizer_sha256": _sha256(words),
+        "chat_template_sha256": None if rendered is None else _sha256(rendered),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def render_prompt(
