@@ -162,7 +162,7 @@ def _evaluate(
     settings = DecodeSettings(
         sampling=sampling,
         max_new_tokens=scale.max_new_tokens,
-        num_tokens=loaded.config.block_size,
+        num_tokens=loaded.config.num_drafts,
         seed=seed,
     )
     drafting = drafting_of((DRAFT_TEMPERATURE, 1.0, None), loaded.config, "cpu")

@@ -31,8 +31,9 @@ class RMSNorm(nn.Module):
 class BlockMask:
     """What a slot sees, as terms added to attention scores: 0 for visible, -inf for hidden.
 
-    `context` [B, 1, A, 1, C] hides the anchor's position and all after it; `block` [K, K] (query,
-    key) hides later slots of a causal block and is None when the block is bidirectional.
+    `context` [B, 1, A, 1, C] hides the anchor's position and all after it, and [B, 1, A, K * group,
+    C] also what is before a slot's window; `block` [K, K] (query, key) hides later slots of a
+    causal block and is None when the block is bidirectional.
     """
 
     context: Tensor
@@ -42,6 +43,11 @@ class BlockMask:
     def of(cls, anchors: Tensor, context_length: int, config: DSparkConfig) -> "BlockMask":
         positions = torch.arange(context_length, device=anchors.device)
         hidden = positions >= anchors[:, None, :, None, None]
+        if config.sliding_window is not None:
+            offsets = torch.arange(config.block_size, device=anchors.device)
+            group = config.num_attention_heads // config.num_key_value_heads
+            slots = anchors[:, None, :, None] + offsets.repeat_interleave(group)
+            hidden = hidden | (slots[..., None] - positions >= config.sliding_window)
         block = block_mask(config, anchors.device) if config.is_causal else None
         return cls(context=_minus_infinity(hidden), block=block)
 

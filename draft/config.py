@@ -64,7 +64,11 @@ class DSparkConfig:
     `mla` None is grouped-query attention with rotary pairs (i, i + D/2). With `mla` every head has
     its own key and value (`num_key_value_heads` = `num_attention_heads`), `head_dim` is a query's
     size, qk_nope_head_dim + qk_rope_head_dim, and rotary pairs are interleaved. `yarn` stretches
-    the rotary embedding.
+    the rotary embedding. With `sliding_window` W a slot sees the W positions up to its own.
+
+    Without `sample_from_anchor` (the "fill-in" form: read and used, never trained here) the
+    anchor's slot predicts nothing and slot k the token at its own position, so a block drafts one
+    token less.
     """
 
     hidden_size: int
@@ -90,6 +94,7 @@ class DSparkConfig:
     sample_from_anchor: bool = True
     yarn: Yarn | None = None
     mla: MLASizes | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*_SIZES, "draft_vocab_size", "target_hidden_size"):
@@ -100,6 +105,7 @@ class DSparkConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise UserError(name, value, "is not a positive number", "Copy the target's value.")
         self._check_attention()
+        self._check_window()
         self._check_taps()
         self._check_vocabulary()
         self._check_heads()
@@ -145,6 +151,23 @@ class DSparkConfig:
                 self.markov_head_type if self.markov_rank else "none (markov_rank 0)",
                 "is not what the K3DSparkModel layout has",
                 "Use vanilla, with a markov_rank.",
+            )
+
+    def _check_window(self) -> None:
+        window = self.sliding_window
+        if window is None:
+            return
+        _check_count("sliding_window", window, at_least=1)
+        if window < self.block_size or self.mla is not None:
+            raise UserError(
+                "sliding_window",
+                window,
+                "does not hold a block"
+                if self.mla is None
+                else "is not known to latent attention's layout",
+                f"Use {self.block_size} or more."
+                if self.mla is None
+                else "Leave it out: its layers see everything.",
             )
 
     def _check_taps(self) -> None:
@@ -205,17 +228,22 @@ class DSparkConfig:
                 "needs the Markov head's embedding, and markov_rank is 0",
                 "Set it to false, or give a markov_rank.",
             )
-        if not self.sample_from_anchor:
+        if not self.sample_from_anchor and self.block_size < 2:
             raise UserError(
-                "sample_from_anchor",
-                False,
-                "is the layout in which the anchor's slot predicts nothing",
-                "Use a draft trained to predict from the anchor (sample_from_anchor true).",
+                "block_size",
+                self.block_size,
+                "drafts nothing where the anchor's slot predicts nothing",
+                "Use 2 or more, or sample_from_anchor true.",
             )
 
     @property
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def num_drafts(self) -> int:
+        """How many tokens a block drafts at most."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
     def rotary_dim(self) -> int:
@@ -237,7 +265,16 @@ class DSparkConfig:
             rope["rope_type"] = "yarn"
             rope |= {name: value for name, value in yarn.items() if value is not None}
         # Engines take an absent key for bidirectional, and a present one overrides all others.
-        causal = {"is_causal": True} if values.pop("is_causal") else {}
+        causal: dict[str, Any] = {"is_causal": True} if values.pop("is_causal") else {}
+        window = values.pop("sliding_window")
+        if window is not None:
+            causal = {
+                "layer_types": ["sliding_attention"] * self.num_hidden_layers,
+                "sliding_window": window,
+                "use_sliding_window": True,
+                # A window alone would mean causal.
+                "is_causal": self.is_causal,
+            }
         layout: dict[str, Any] = {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
@@ -277,6 +314,7 @@ class DSparkConfig:
         confidence = values.get("enable_confidence_head", False)
         values, mla = _mla(values)
         theta, yarn = _rope(values)
+        window, is_causal = _visibility(values)
         return cls(
             **{name: _required(values, name) for name in _SIZES},
             draft_vocab_size=values.get("draft_vocab_size") or _required(values, "vocab_size"),
@@ -291,7 +329,8 @@ class DSparkConfig:
             markov_head_type=values.get("markov_head_type", "vanilla"),
             enable_confidence_head=confidence,
             confidence_head_with_markov=values.get("confidence_head_with_markov", False),
-            is_causal=_is_causal(values),
+            is_causal=is_causal,
+            sliding_window=window,
             sample_from_anchor=values.get("sample_from_anchor", True),
         )
 
@@ -346,7 +385,6 @@ def _refuse_other_computations(values: Mapping[str, Any]) -> None:
         "attention_bias": False,
         "logit_scale": 1.0,
         "is_neox_style": True,
-        "use_sliding_window": False,
         "use_aux_hidden_state": True,
         "mla_use_nope": False,
         "mla_use_output_gate": False,
@@ -360,13 +398,6 @@ def _refuse_other_computations(values: Mapping[str, Any]) -> None:
                 "asks for a computation that this draft does not do",
                 f"Use a draft trained with {wanted!r}.",
             )
-    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
-        raise UserError(
-            "config.json layer_types",
-            values["layer_types"],
-            "asks for sliding-window layers",
-            "Use a draft whose layers all are full_attention.",
-        )
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
@@ -405,16 +436,41 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     return theta, Yarn(**{k: v for k, v in rope.items() if k in names and v is not None})
 
 
-def _is_causal(values: Mapping[str, Any]) -> bool:
+def _visibility(values: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """The sliding window of all layers, if they have one, and whether a block is causal.
+
+    As vLLM reads it: `is_causal` rules; else `dflash_config.causal`; else layers of the type
+    `sliding_attention` are causal and all others are not.
+    """
     nested = values.get("dflash_config") or {}
-    causal = values.get("is_causal")
-    if causal is None:
-        causal = nested.get("causal", False)
-    if set(nested) - {"causal"}:
+    if set(nested) - {"causal", "use_swa", "swa_window_size"}:
         raise UserError(
             "config.json dflash_config",
             dict(nested),
-            "holds keys beside 'causal'",
+            "holds keys that this draft does not know",
             "Use the flat Qwen3DSparkModel layout.",
         )
-    return causal  # type: ignore[no-any-return]  # __post_init__ checks it
+    kinds = set(values.get("layer_types") or ["full_attention"])
+    slides = kinds == {"sliding_attention"}
+    if not slides and kinds != {"full_attention"}:
+        raise UserError(
+            "config.json layer_types",
+            values["layer_types"],
+            "mixes layers of different kinds",
+            "Use a draft whose layers are all full_attention, or all sliding_attention.",
+        )
+    # transformers drops the window of a configuration that does not switch it on.
+    if slides != bool(values.get("use_sliding_window", False)):
+        raise UserError(
+            "config.json use_sliding_window",
+            values.get("use_sliding_window"),
+            f"contradicts layer_types, which are {kinds.pop()}",
+            "Write use_sliding_window true with sliding_attention layers and a sliding_window.",
+        )
+    window = _required(values, "sliding_window") if slides else None
+    if nested.get("use_swa"):
+        window = _required(nested, "swa_window_size")
+    causal = values.get("is_causal")
+    if causal is None:
+        causal = nested.get("causal")
+    return window, slides if causal is None else causal

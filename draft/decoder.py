@@ -190,11 +190,17 @@ class _Cache:
         self._draft, self._like = draft, weight.new_empty(0).detach()
         self._block_size = config.block_size
         self._capacity = 0
+        self._rows = config.num_attention_heads // self.kv_heads(config)
         self._mask: Tensor | None = None
         if config.is_causal:
-            rows = config.num_attention_heads // self.kv_heads(config)
             mask = block_mask(config, weight.device).to(weight.dtype)
-            self._mask = mask.repeat_interleave(rows, 0)
+            self._mask = mask.repeat_interleave(self._rows, 0)
+        # How far before the anchor's position a context position is beyond each row's window.
+        self._too_far: Tensor | None = None
+        if config.sliding_window is not None:
+            offsets = torch.arange(config.block_size, device=weight.device)
+            too_far = config.sliding_window - offsets.repeat_interleave(self._rows)
+            self._too_far = too_far[:, None]
 
     @staticmethod
     def kv_heads(config: DSparkConfig) -> int:
@@ -214,8 +220,17 @@ class _Cache:
         raise NotImplementedError
 
     def mask(self) -> Tensor | None:
-        """Added to scores [rows, length + K] of a causal block."""
-        return None if self._mask is None else functional.pad(self._mask, (self.length, 0))
+        """Added to scores [rows, length + K]: a causal block, and what a window leaves out."""
+        mask = self._mask
+        if mask is None and self._too_far is None:
+            return None
+        if mask is None:
+            mask = self._like.new_zeros(self._rows * self._block_size, self._block_size)
+        mask = functional.pad(mask, (self.length, 0))
+        if self._too_far is not None:
+            hidden = torch.arange(self.length, device=mask.device) <= self.length - self._too_far
+            mask[:, : self.length].masked_fill_(hidden, float("-inf"))
+        return mask
 
     def positions(self, start: int, count: int) -> Rotary:
         """Cosines and sines [count, D]."""
