@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparksmith.cli import convert, decode, demo, errors, evaluate, export, generate, train
+from sparksmith.cli import check, convert, decode, demo, errors, evaluate, export, generate, train
 
 START, PATH = "Start here", "The path of work, in order"
 EXCHANGE = "Drafts of others, and for engines"
@@ -51,6 +51,7 @@ add("train", train.train, panel=PATH, example=train.EXAMPLE)
 add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
 add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)
 add("export", export.export, panel=PATH, example=export.EXAMPLE)
+add("check", check.check, panel=EXCHANGE, example=check.EXAMPLE)
 add("convert", convert.convert, panel=EXCHANGE, example=convert.EXAMPLE)
 
 

@@ -110,7 +110,7 @@ def open_draft(folder: Path) -> DraftFiles:
     missing, unknown or misshapen.
     """
     values = _config_values(folder)
-    shapes, files = _tensor_shapes(folder)
+    shapes, files = tensor_shapes(folder)
     reading = flatten(values, shapes)
     config = DSparkConfig.from_json_dict(reading.values)
     wanted = _required_shapes(config)
@@ -126,7 +126,7 @@ def load_draft(folder: Path, *, dtype: torch.dtype | None = None) -> DSparkDraft
     """
     opened = open_draft(folder)
     config = opened.config
-    tensors = {name: opened.tensor(name) for name in _own_shapes(config)}
+    tensors = {name: opened.tensor(name) for name in own_shapes(config)}
     target_ids = None
     if config.reduced_vocabulary:
         target_ids = target_ids_of(opened.tensor(OFFSETS), config.vocab_size)
@@ -145,7 +145,7 @@ def shipped_head(folder: Path) -> Tensor | None:
 def read_config(folder: Path) -> DSparkConfig:
     """The configuration of the draft in `folder`; UserError if there is none or it is unfit."""
     values = _config_values(folder)
-    shapes = _tensor_shapes(folder)[0] if _weight_files(folder) else {}
+    shapes = tensor_shapes(folder)[0] if _weight_files(folder) else {}
     return DSparkConfig.from_json_dict(flatten(values, shapes).values)
 
 
@@ -178,8 +178,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
 
 
-def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
-    """Shape and file of every tensor in the folder."""
+def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
+    """Shape and file of every tensor in the folder, by the file's names; UserError if none."""
     paths = _weight_files(folder)
     if not paths:
         raise UserError(
@@ -241,7 +241,7 @@ def _write(
     write_layout(tensors, draft.config, folder, layout)
 
 
-def _own_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+def own_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every trained tensor of a draft of this configuration."""
     with torch.device("meta"):
         ids = torch.arange(config.draft_vocab_size)
@@ -251,7 +251,7 @@ def _own_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
 
 def _required_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     """The same with what a reduced vocabulary needs."""
-    shapes = _own_shapes(config)
+    shapes = own_shapes(config)
     if config.reduced_vocabulary:
         shapes[OFFSETS] = (config.draft_vocab_size,)
     return shapes

@@ -257,7 +257,7 @@ def pieces(
     found: dict[str, Piece] = {}
     unknown = []
     for name, shape in shapes.items():
-        own = _own_name(name)
+        own = own_name(name)
         if own in wanted or own in SHIPPED:
             found[own] = Piece(name=name, start=0, stop=shape[0] if shape else 0)
             continue
@@ -272,7 +272,8 @@ def pieces(
     return found, unknown
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
+    """The draft's own name of a file's tensor, whatever its prefix and layout."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     for theirs, own in _RENAMED.items():

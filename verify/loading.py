@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from sparksmith.draft.errors import UserError
+from sparksmith.verify.findings import TargetFacts
 from sparksmith.verify.packing import pack_linears
 from sparksmith.verify.target import TransformersTarget
 
@@ -83,6 +84,36 @@ def target_sizes(name_or_path: str | Path, trust_remote_code: bool = False) -> T
         num_layers=int(config.num_hidden_layers),
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size),
+    )
+
+
+def text_facts(
+    name_or_path: str | Path,
+    called: str,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
+) -> TargetFacts:
+    """What checks compare a draft with: sizes of the configuration, words of the tokenizer."""
+    name = str(name_or_path)
+    config = _config(name, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    special = {
+        what: token
+        for what in ("bos", "eos", "pad")
+        if (token := getattr(tokenizer, f"{what}_token_id")) is not None
+    }
+    reserved = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return TargetFacts(
+        name=called,
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        max_length=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        is_k3="kimi_k3" in str(getattr(config, "model_type", "")),
+        special_tokens=special,
+        words=frozenset(tokenizer.get_vocab().values()) - reserved,
+        revision=getattr(config, "_commit_hash", None),
+        **text_identity(tokenizer),
     )
 
 

@@ -1,0 +1,172 @@
+"""`sparksmith check`: what is wrong with a draft, before a cluster is booked."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.cli.target import OpenTarget
+    from sparksmith.verify.findings import Finding, TargetFacts
+    from sparksmith.verify.probes import ProbeResult
+
+EXAMPLE = "sparksmith check runs/draft/best --target embedded"
+LEVELS = ("error", "warning", "note")
+PROBE_PROMPTS = 4
+
+
+def check(
+    draft: Annotated[
+        Path | None, typer.Argument(help="Folder of a draft, in any layout.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="The target: compares sizes and text, and runs the draft beside it."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option(help="Run the draft beside the target (with --target).")
+    ] = True,
+    serve_args: Annotated[
+        str | None, typer.Option(help="A `vllm serve` command line, quoted, to check against.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    explain: Annotated[
+        str | None, typer.Option(help="Tell the story behind a check; `all` lists them.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the target's own code.")
+    ] = False,
+) -> int:
+    """Find what makes a draft fail to load, or load and then accept nothing.
+
+    Exit code 1 if there is an error among the findings, 0 if not.
+    """
+    if explain is not None:
+        return _explain(explain)
+    if draft is None:
+        raise UserError(
+            "DRAFT", None, "is missing", "Give the folder of a draft, or --explain all."
+        )
+    from sparksmith.verify.inspection import findings, inspect
+    from sparksmith.verify.serve_arguments import ServeArguments
+
+    serve = None if serve_args is None else ServeArguments.parse(serve_args)
+    facts, opened = None, None
+    if target is not None:
+        facts, opened = _facts(target, probe, trust_remote_code)
+    found = findings(inspect(draft, facts, serve))
+    result = None
+    if opened is not None and not any(finding.level == "error" for finding in found):
+        result = _probe(draft, opened)
+        found = sorted([*found, *result.findings], key=lambda one: LEVELS.index(one.level))
+    if as_json:
+        print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
+    else:
+        _print(found, result, skipped=opened is not None and result is None)
+    return 1 if any(finding.level == "error" for finding in found) else 0
+
+
+def _explain(identifier: str) -> int:
+    from sparksmith.verify.inspection import CHECKS
+    from sparksmith.verify.probes import STORIES
+
+    if identifier == "all":
+        for check in CHECKS.values():
+            print(f"{check.id:20} {check.level:8} {check.title}")
+        for name in STORIES:
+            print(f"{name:20} {'probe':8} runs the draft beside its target")
+        return 0
+    if identifier in STORIES:
+        print(STORIES[identifier])
+        return 0
+    if identifier not in CHECKS:
+        raise UserError("--explain", identifier, "is no check", "`--explain all` lists them.")
+    check = CHECKS[identifier]
+    print(f"{check.id} ({check.level}): {check.title}\n\n{check.story}")
+    return 0
+
+
+def _facts(
+    name: str, probe: bool, trust_remote_code: bool
+) -> "tuple[TargetFacts, OpenTarget | None]":
+    """What the checks compare with, from configuration and tokenizer; the target itself only if
+    the draft is to run beside it."""
+    from transformers import AutoTokenizer
+
+    from sparksmith.cli.target import TargetChoice, open_target, resolve
+    from sparksmith.verify.loading import text_facts
+
+    path = resolve(name)
+    opened = None
+    if probe:
+        choice = TargetChoice(name=name, dtype="float32", trust_remote_code=trust_remote_code)
+        opened = open_target(choice, identify=False)
+        tokenizer = opened.tokenizer
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return text_facts(path, name, tokenizer, trust_remote_code), opened
+
+
+def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult":
+    from sparksmith.cli.draft_choice import bind_draft, load
+    from sparksmith.cli.progress import progress
+    from sparksmith.eval.prompt_sets import load_workloads
+    from sparksmith.verify.loading import render_prompt
+    from sparksmith.verify.probes import probe
+
+    loaded = load(str(draft))
+    assert loaded is not None
+    bind_draft(loaded, opened.target, str(draft))
+    prompts = [
+        render_prompt(opened.tokenizer, prompt.messages)
+        for prompt in load_workloads(["code", "creative"], limit=PROBE_PROMPTS // 2)
+    ]
+    with progress("run the draft beside the target"):
+        return probe(opened.target, loaded, prompts)
+
+
+def _as_json(draft: Path, found: "list[Finding]", result: "ProbeResult | None") -> dict[str, Any]:
+    measured = None
+    if result is not None:
+        measured = {k: v for k, v in asdict(result).items() if k != "findings"}
+    return {
+        "draft": str(draft),
+        "errors": sum(finding.level == "error" for finding in found),
+        "findings": [asdict(finding) for finding in found],
+        "probes": measured,
+    }
+
+
+def _print(found: "list[Finding]", result: "ProbeResult | None", *, skipped: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+    for finding in found:
+        head = Text(f"{finding.level} ", style=colours[finding.level])
+        head.append(f"{finding.check}: ", style="bold")
+        head.append(finding.value)
+        console.print(head)
+        console.print(Text(f"  {finding.consequence}."))
+        console.print(Text(f"  -> {finding.remedy}"))
+    if result is not None:
+        console.print(
+            Text(
+                f"beside the target, {result.positions} positions: its greedy word has probability "
+                f"{result.accepted:.2f} at the first slot ({result.accepted_elsewhere:.2f} with "
+                "the features of another text)"
+            )
+        )
+    if skipped:
+        console.print(Text("the draft was not run beside the target: first the errors above"))
+    counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
+    if not found:
+        console.print(Text("no findings", style="green"))
+    else:
+        console.print(Text(", ".join(f"{n} {level}s" for level, n in counts.items() if n)))
+        console.print(Text(f"`sparksmith check --explain {found[0].check}` tells more."))
