@@ -59,9 +59,8 @@ def check(
     if target is not None:
         facts, opened = _facts(target, probe, trust_remote_code)
     found = findings(inspect(draft, facts, serve))
-    result = None
-    if opened is not None and not any(finding.level == "error" for finding in found):
-        result = _probe(draft, opened)
+    result = None if opened is None else _probe(draft, opened)
+    if result is not None:
         found = sorted([*found, *result.findings], key=lambda one: LEVELS.index(one.level))
     if as_json:
         print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
@@ -111,16 +110,20 @@ def _facts(
     return text_facts(path, name, tokenizer, trust_remote_code), opened
 
 
-def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult":
+def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult | None":
+    """The probes' result; None for a draft that cannot be loaded, or not beside this target."""
     from sparksmith.cli.draft_choice import bind_draft, load
     from sparksmith.cli.progress import progress
     from sparksmith.eval.prompt_sets import load_workloads
     from sparksmith.verify.loading import render_prompt
     from sparksmith.verify.probes import probe
 
-    loaded = load(str(draft))
-    assert loaded is not None
-    bind_draft(loaded, opened.target, str(draft))
+    try:
+        loaded = load(str(draft))
+        assert loaded is not None
+        bind_draft(loaded, opened.target, str(draft))
+    except UserError:
+        return None
     prompts = [
         render_prompt(opened.tokenizer, prompt.messages)
         for prompt in load_workloads(["code", "creative"], limit=PROBE_PROMPTS // 2)
@@ -163,7 +166,7 @@ def _print(found: "list[Finding]", result: "ProbeResult | None", *, skipped: boo
             )
         )
     if skipped:
-        console.print(Text("the draft was not run beside the target: first the errors above"))
+        console.print(Text("the draft could not be run beside the target: first the errors above"))
     counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
     if not found:
         console.print(Text("no findings", style="green"))

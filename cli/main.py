@@ -11,7 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from sparksmith.cli import check, convert, decode, demo, errors, evaluate, export, generate, train
+from sparksmith.cli import (
+    check,
+    convert,
+    decode,
+    demo,
+    errors,
+    evaluate,
+    export,
+    generate,
+    train,
+    vllm,
+)
 
 START, PATH = "Start here", "The path of work, in order"
 EXCHANGE = "Drafts of others, and for engines"
@@ -52,6 +63,7 @@ add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
 add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)
 add("export", export.export, panel=PATH, example=export.EXAMPLE)
 add("check", check.check, panel=EXCHANGE, example=check.EXAMPLE)
+add("vllm", vllm.vllm, panel=EXCHANGE, example=vllm.EXAMPLE)
 add("convert", convert.convert, panel=EXCHANGE, example=convert.EXAMPLE)
 
 

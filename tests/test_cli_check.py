@@ -62,8 +62,7 @@ def test_json_is_complete(draft: Path, target: Path, capsys: pytest.CaptureFixtu
     assert report["errors"] == sum(f["level"] == "error" for f in report["findings"]) > 0
     (finding,) = [f for f in report["findings"] if f["check"] == "spec-method"]
     assert set(finding) == {"check", "level", "value", "consequence", "remedy"}
-    # With errors in its files a draft is not run.
-    assert report["probes"] is None
+    assert report["probes"]["positions"] > 0
 
 
 def test_a_random_draft_is_found_out_beside_its_target(
@@ -75,6 +74,17 @@ def test_a_random_draft_is_found_out_beside_its_target(
     assert "beside the target, 6" in printed
     assert main(["check", str(draft), "--target", str(target), "--no-probe"]) == 0
     assert "probe-chance" not in capsys.readouterr().out
+
+
+def test_a_draft_that_cannot_be_loaded_is_not_run(
+    draft: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = draft / "config.json"
+    path.write_text(
+        path.read_text().replace('"target_hidden_size": 32', '"target_hidden_size": 33')
+    )
+    assert main(["check", str(draft), "--target", str(target)]) == 1
+    assert "could not be run" in words(capsys.readouterr().out)
 
 
 def test_stories(capsys: pytest.CaptureFixture[str]) -> None:
