@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = "sparksmith check runs/draft/best --target embedded"
 LEVELS = ("error", "warning", "note")
 PROBE_PROMPTS = 4
+PARITY = "parity"
 
 
 def check(
@@ -33,6 +34,10 @@ def check(
     serve_args: Annotated[
         str | None, typer.Option(help="A `vllm serve` command line, quoted, to check against.")
     ] = None,
+    parity: Annotated[
+        bool,
+        typer.Option("--parity", help="Replay parity.safetensors (with --target) and compare."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     explain: Annotated[
         str | None, typer.Option(help="Tell the story behind a check; `all` lists them.")
@@ -51,21 +56,29 @@ def check(
         raise UserError(
             "DRAFT", None, "is missing", "Give the folder of a draft, or --explain all."
         )
+    from sparksmith.draft.checkpoint import read_config
     from sparksmith.verify.inspection import findings, inspect
     from sparksmith.verify.serve_arguments import ServeArguments
 
     serve = None if serve_args is None else ServeArguments.parse(serve_args)
+    if parity and target is None:
+        raise UserError("--target", None, "is needed for --parity", "Name the draft's target.")
     facts, opened = None, None
     if target is not None:
-        facts, opened = _facts(target, probe, trust_remote_code)
+        taps = read_config(draft).target_layer_ids if parity else ()
+        facts, opened = _facts(target, (probe or parity, taps), trust_remote_code)
     found = findings(inspect(draft, facts, serve))
-    result = None if opened is None else _probe(draft, opened)
+    if parity and opened is not None:
+        found = [*_replay(draft, opened), *found]
+    result = _probe(draft, opened) if opened is not None and probe else None
     if result is not None:
         found = sorted([*found, *result.findings], key=lambda one: LEVELS.index(one.level))
     if as_json:
         print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
     else:
-        _print(found, result, skipped=opened is not None and result is None)
+        if parity and not any(one.check == PARITY for one in found):
+            print("parity: every stage agrees with parity.safetensors")
+        _print(found, result, skipped=opened is not None and probe and result is None)
     return 1 if any(finding.level == "error" for finding in found) else 0
 
 
@@ -90,10 +103,10 @@ def _explain(identifier: str) -> int:
 
 
 def _facts(
-    name: str, probe: bool, trust_remote_code: bool
+    name: str, running: tuple[bool, tuple[int, ...]], trust_remote_code: bool
 ) -> "tuple[TargetFacts, OpenTarget | None]":
-    """What the checks compare with, from configuration and tokenizer; the target itself only if
-    the draft is to run beside it."""
+    """What the checks compare with, from configuration and tokenizer; the target itself, with
+    taps, only if the draft is to run beside it (`running`)."""
     from transformers import AutoTokenizer
 
     from sparksmith.cli.target import TargetChoice, open_target, resolve
@@ -101,9 +114,9 @@ def _facts(
 
     path = resolve(name)
     opened = None
-    if probe:
+    if running[0]:
         choice = TargetChoice(name=name, dtype="float32", trust_remote_code=trust_remote_code)
-        opened = open_target(choice, identify=False)
+        opened = open_target(choice, taps=running[1], identify=False)
         tokenizer = opened.tokenizer
     else:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -130,6 +143,28 @@ def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult | None":
     ]
     with progress("run the draft beside the target"):
         return probe(opened.target, loaded, prompts)
+
+
+def _replay(draft: Path, opened: "OpenTarget") -> "list[Finding]":
+    """What differs from parity.safetensors, as errors."""
+    from sparksmith.cli.draft_choice import bind_draft, load
+    from sparksmith.verify.findings import Finding
+    from sparksmith.verify.parity import read_parity, replay_parity
+
+    stored = read_parity(draft)
+    loaded = load(str(draft))
+    assert loaded is not None
+    bind_draft(loaded, opened.target, str(draft))
+    return [
+        Finding(
+            check=PARITY,
+            level="error",
+            value=f"text {one.text} first differs in its {one.stage}, by {one.size:.1e}",
+            consequence="this installation computes another draft than the one that was recorded",
+            remedy=f"Look at {one.meaning}.",
+        )
+        for one in replay_parity(loaded, stored, opened.target)
+    ]
 
 
 def _as_json(draft: Path, found: "list[Finding]", result: "ProbeResult | None") -> dict[str, Any]:

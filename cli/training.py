@@ -83,6 +83,8 @@ def run_training(
         _describe(draft, trainer, len(training), resumed)
         results = _train(trainer)
         _write_manifests(opened, trainer, inputs, out)
+        if (out / BEST).is_dir():
+            _write_parity(opened, trainer, held_out or training, out / BEST)
         results["best"] = fingerprint(out / BEST)
         record.finish("complete", **results)
     _conclude(results, trainer, out / BEST)
@@ -117,6 +119,21 @@ def _write_manifests(
         )
         if (out / name).is_dir():
             write_manifest(manifest, out / name)
+
+
+def _write_parity(
+    opened: OpenTarget, trainer: "Trainer", responses: "list[Response]", best: Path
+) -> None:
+    """parity.safetensors beside the best draft, on two of the prompts."""
+    from sparksmith.draft.checkpoint import load_draft
+    from sparksmith.verify.parity import record_parity, texts_of, write_parity
+
+    target = opened.target
+    draft = load_draft(best, dtype=trainer.draft.fc.weight.dtype).to(target.device)
+    draft.bind(target.embed_weight, target.head_weight)
+    prompts = [response.prompt_ids for response in responses[:2]]
+    texts, accepted = texts_of(target, draft, prompts)
+    write_parity(record_parity(draft, texts, accepted), best)
 
 
 def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], list[Response]]":

@@ -4,6 +4,7 @@ What a layout cannot express is refused before anything is written; what had to 
 source is said.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from sparksmith.draft.checkpoint import DraftFiles, open_draft, write_layout
 from sparksmith.draft.errors import UserError
+from sparksmith.draft.files import replacing
 from sparksmith.draft.layouts import EMBED, HEAD, KEPT, OFFSETS, Layout, check_layout
 from sparksmith.draft.manifest import Manifest, read_manifest, write_manifest
 from sparksmith.draft.vocabulary import target_ids_of
+
+PARITY_FILE = "parity.safetensors"
+"""See `verify.parity`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,10 @@ def convert_draft(
     write_layout(tensors, config, out, layout, target or manifest.target.name)
     if not manifest.assumed:
         write_manifest(manifest, out)
+    if (source / PARITY_FILE).is_file():
+        # What the draft computes does not depend on the layout.
+        with replacing(out / PARITY_FILE) as temporary:
+            shutil.copyfile(source / PARITY_FILE, temporary)
     return Conversion(
         source=opened.reading.layout,
         layout=layout,

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_targets import save_tiny_target
 
 from sparksmith.cli.main import main
@@ -80,6 +82,10 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
     return re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+def message_out(capsys: pytest.CaptureFixture[str]) -> str:
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
 def test_train_leaves_a_draft_and_its_record(draft: Path) -> None:
     config = load_draft(draft / "best").config
     assert (config.block_size, config.target_layer_ids) == (3, (0, 1))
@@ -105,6 +111,22 @@ def test_train_says_what_the_draft_was_made_for(target: Path, draft: Path) -> No
     (figure,) = manifest.figures
     assert figure.value == record(draft)["results"]["expected_acceptance_length"]
     assert "temperature 0.7" in figure.on
+
+
+def test_train_leaves_a_record_that_check_replays(
+    target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = draft / "best"
+    command = ["check", str(best), "--target", str(target), "--parity", "--no-probe"]
+    main(command)
+    assert "every stage agrees" in message_out(capsys)
+    broken = Path(shutil.copytree(best, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"] *= 1.5
+    save_file(tensors, broken / "model.safetensors")
+    assert main([*command[:1], str(broken), *command[2:]]) == 1
+    assert "error parity: text 0 first differs in its block" in message_out(capsys)
+    assert main(["check", str(best), "--parity"]) == 2
 
 
 def test_a_latent_draft_trains_and_decodes_losslessly(
@@ -169,8 +191,8 @@ def test_nothing_held_out_leaves_the_last_draft_and_no_figure(
     assert "nan" not in captured.err
     results = record(tmp_path / "draft")["results"]
     assert results["expected_acceptance_length"] is None
-    best, last = (fingerprint(tmp_path / "draft" / name) for name in ("best", "last"))
-    assert best["sha256"] == last["sha256"]
+    best, last = (tmp_path / "draft" / name / "model.safetensors" for name in ("best", "last"))
+    assert best.read_bytes() == last.read_bytes()
 
 
 def test_train_refuses_a_target_that_did_not_answer(
