@@ -10,7 +10,7 @@ import typer
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from sparksmith.cli.target import OpenTarget
+    from sparksmith.cli.target import OpenTarget, TargetChoice
     from sparksmith.verify.findings import Finding, TargetFacts
     from sparksmith.verify.probes import ProbeResult
 
@@ -56,6 +56,8 @@ def check(
         raise UserError(
             "DRAFT", None, "is missing", "Give the folder of a draft, or --explain all."
         )
+    from sparksmith.cli.draft_choice import stream_of
+    from sparksmith.cli.target import TargetChoice
     from sparksmith.draft.checkpoint import read_config
     from sparksmith.verify.inspection import findings, inspect
     from sparksmith.verify.serve_arguments import ServeArguments
@@ -66,7 +68,13 @@ def check(
     facts, opened = None, None
     if target is not None:
         taps = read_config(draft).target_layer_ids if parity else ()
-        facts, opened = _facts(target, (probe or parity, taps), trust_remote_code)
+        choice = TargetChoice(
+            name=target,
+            dtype="float32",
+            trust_remote_code=trust_remote_code,
+            stream=stream_of(str(draft)),
+        )
+        facts, opened = _facts(choice, taps if probe or parity else None)
     found = findings(inspect(draft, facts, serve))
     if parity and opened is not None:
         found = [*_replay(draft, opened), *found]
@@ -103,24 +111,23 @@ def _explain(identifier: str) -> int:
 
 
 def _facts(
-    name: str, running: tuple[bool, tuple[int, ...]], trust_remote_code: bool
+    choice: "TargetChoice", taps: tuple[int, ...] | None
 ) -> "tuple[TargetFacts, OpenTarget | None]":
     """What the checks compare with, from configuration and tokenizer; the target itself, with
-    taps, only if the draft is to run beside it (`running`)."""
+    these taps, only if the draft is to run beside it (None: it is not)."""
     from transformers import AutoTokenizer
 
-    from sparksmith.cli.target import TargetChoice, open_target, resolve
+    from sparksmith.cli.target import open_target, resolve
     from sparksmith.verify.loading import text_facts
 
-    path = resolve(name)
+    path = resolve(choice.name)
     opened = None
-    if running[0]:
-        choice = TargetChoice(name=name, dtype="float32", trust_remote_code=trust_remote_code)
-        opened = open_target(choice, taps=running[1], identify=False)
+    if taps is not None:
+        opened = open_target(choice, taps=taps, identify=False)
         tokenizer = opened.tokenizer
     else:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return text_facts(path, name, tokenizer, trust_remote_code), opened
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=choice.trust_remote_code)
+    return text_facts(path, choice.name, tokenizer, choice.trust_remote_code), opened
 
 
 def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult | None":

@@ -77,6 +77,16 @@ def read_draft_config(draft: str) -> "DSparkConfig | None":
     return read_config(Path(draft))
 
 
+def stream_of(draft: str) -> str | None:
+    """The stream that the draft in a folder was trained on, where its manifest says one that only
+    some targets have; None leaves it to the target."""
+    if draft in (NGRAM, NOTHING):
+        return None
+    from sparksmith.draft.manifest import stated_stream
+
+    return stated_stream(Path(draft))
+
+
 def load(draft: str) -> "DSparkDraft | None":
     """The draft in a folder, unbound, in float32; None for `ngram` and `none`."""
     if draft in (NGRAM, NOTHING):

@@ -9,6 +9,7 @@ import typer
 from sparksmith.cli.target import (
     Device,
     Dtype,
+    Stream,
     TargetChoice,
     TargetName,
     Threads,
@@ -159,6 +160,7 @@ def train(
     gamma: Annotated[
         float, typer.Option(help="Slot k counts exp(-k / gamma).", rich_help_panel=LOSS)
     ] = 4.0,
+    stream: Stream = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -217,6 +219,7 @@ def train(
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        stream=stream,
     )
     opened = open_target(choice, taps=taps_of(choice, parse_taps(taps)))
     check_answered_by(generated, opened)

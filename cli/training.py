@@ -62,6 +62,7 @@ def run_training(
             **asdict(inputs.sampling),
             "shape": asdict(shape),
             "taps": list(opened.target.taps),
+            "stream": opened.target.stream,
             "from_regression": inputs.from_regression,
             "held_out": len(held_out),
         },
@@ -114,6 +115,7 @@ def _write_manifests(
             draft.config,
             draft.target_ids,
             target=target,
+            stream=opened.target.stream,
             trained_length=longest,
             figures=figures if name == BEST and reached else (),
         )

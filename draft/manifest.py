@@ -173,6 +173,20 @@ def read_manifest(
     return stored
 
 
+def stated_stream(folder: Path) -> str | None:
+    """The stream of a manifest in `folder`, where it is not the one of ordinary targets; UserError
+    where the manifest is broken."""
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unfit(str(path), None, f"is not JSON ({error})") from None
+    stream = Manifest.from_json_dict(values).stream
+    return None if stream == "residual" else stream
+
+
 def vocabulary_hash(target_ids: Tensor) -> str:
     """SHA-256 of the reduced vocabulary's target ids in order: drafts of equally many but other
     words are other drafts."""

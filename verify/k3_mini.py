@@ -8,7 +8,7 @@ trained; nothing about quality or speed follows for K3.
 Shapes: B sequences, S positions, H width, J vectors that a mixture weighs.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -189,8 +189,8 @@ class K3MiniLayer(nn.Module):
 
 class K3MiniPreTrainedModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
     config_class = K3MiniConfig
-    _no_split_modules = ["K3MiniLayer"]
-    _can_record_outputs: dict[str, Any] = {}
+    _no_split_modules: ClassVar[list[str]] = ["K3MiniLayer"]
+    _can_record_outputs: ClassVar[dict[str, Any]] = {}
     _can_compile_fullgraph = False
 
 
@@ -206,6 +206,8 @@ class K3MiniModel(K3MiniPreTrainedModel):
         self.output_residual = AttentionResidual(config)
         self.norm = KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
+
+    streams = ("prefix_sum", "attn_res_mixture")
 
     def tap_modules(self, stream: str) -> list[nn.Module]:
         """The module whose output is what a tap of each layer means in a stream.

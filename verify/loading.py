@@ -37,6 +37,7 @@ def load_target(
     taps: Sequence[int] = (),
     trust_remote_code: bool = False,
     device: str = "cpu",
+    stream: str | None = None,
 ) -> tuple[TransformersTarget, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to decode.
 
@@ -54,7 +55,7 @@ def load_target(
     tokenizer = _tokenizer(name, trust_remote_code)
     if device == "cpu":
         pack_linears(model, fused=True)
-    target = TransformersTarget(model, taps)
+    target = TransformersTarget(model, taps, stream)
     if len(tokenizer) > target.vocab_size:
         raise UserError(
             "target",
@@ -109,7 +110,7 @@ def text_facts(
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
         max_length=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
-        is_k3="kimi_k3" in str(getattr(config, "model_type", "")),
+        is_k3=str(getattr(config, "model_type", "")) in ("kimi_k3", "k3_mini"),
         special_tokens=special,
         words=frozenset(tokenizer.get_vocab().values()) - reserved,
         revision=getattr(config, "_commit_hash", None),
@@ -218,6 +219,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    _know_k3_mini(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
@@ -236,6 +238,22 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
             name,
             f"is not a model this transformers knows ({_first_line(error)})",
             "Upgrade transformers, or use another model.",
+        ) from None
+
+
+def _know_k3_mini(name: str) -> None:
+    """Register our own architecture where a checkpoint needs it; others do without the import."""
+    path = Path(name) / "config.json"
+    if not path.is_file() or '"k3_mini"' not in path.read_text(encoding="utf-8"):
+        return
+    try:
+        import sparksmith.verify.k3_mini  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "target",
+            name,
+            f"needs transformers' Kimi-Linear, which is not in this version ({error})",
+            "Upgrade transformers.",
         ) from None
 
 

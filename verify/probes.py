@@ -16,7 +16,7 @@ from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.sampling import Sampling
 from sparksmith.verify.decode import DecodeSettings, decode
 from sparksmith.verify.findings import Finding
-from sparksmith.verify.target import TransformersTarget
+from sparksmith.verify.target import TransformersTarget, streams_of
 
 NUM_ANCHORS = 64
 _MIN_SPREAD = 1e-3
@@ -30,6 +30,9 @@ STORIES = {
     "takes row k + 1 for row k, predicts the right words a place too early or too late.",
     "probe-taps": "Libraries count layers from different ends: tap i may be the input or the "
     "output of layer i. A layer too low or too high costs acceptance, and nothing says so.",
+    "probe-stream": "With Attention Residuals a layer's output is the running prefix sum or the "
+    "mixture that the next layer reads: same shape, other numbers. A draft fed the one it was not "
+    "trained on loses most of its acceptance, silently.",
     "probe-chance": "The sum of everything that no other check sees: a draft that does no better "
     "on its own features than on those of other text is not using them.",
 }
@@ -44,6 +47,7 @@ class ProbeResult:
     slot_spread: float
     right_by_offset: dict[int, float]
     log_probability_by_shift: dict[int, float]
+    log_probability_by_stream: dict[str, float]
     accepted: float
     accepted_elsewhere: float
     findings: tuple[Finding, ...]
@@ -61,7 +65,7 @@ def probe(
     taps = draft.config.target_layer_ids
     layers = sorted({tap + shift for tap in taps for shift in (-1, 0, 1)})
     layers = [layer for layer in layers if 0 <= layer < target.num_layers - 1]
-    wide = TransformersTarget(target.model, layers)
+    wide = TransformersTarget(target.model, layers, target.stream)
     settings = DecodeSettings(
         sampling=Sampling(temperature=0.0), max_new_tokens=new_tokens, stop_token_ids=frozenset()
     )
@@ -73,6 +77,12 @@ def probe(
         assert features is not None
         below = target.model.get_input_embeddings()(tokens)
         texts.append((tokens, len(prompt), _ByLayer(below, features, layers)))
+    others = {
+        stream: TransformersTarget(target.model, taps, stream)
+        for stream in streams_of(target.model)
+        if stream != target.stream
+    }
+    streams: dict[str, list[Tensor]] = {}
     size = draft.config.block_size
     per_text = -(-NUM_ANCHORS // max(1, len(texts)))
     shifts: dict[int, list[Tensor]] = {}
@@ -93,6 +103,11 @@ def probe(
                     right[offset].append(blocks.right(tokens, anchors, offset))
                 overlaps.append(blocks.log_probabilities(tokens, anchors)[:, 0].exp())
                 spreads.append(blocks.spread)
+        for stream, recorded in others.items():
+            found = recorded.begin(len(tokens)).forward(tokens, 1).features
+            assert found is not None
+            blocks = _Blocks.of(draft, found, tokens, anchors)
+            streams.setdefault(stream, []).append(blocks.log_probabilities(tokens, anchors)[:, 0])
         other = texts[(number + 1) % len(texts)][2].at(list(taps))
         own = by_layer.at(list(taps))
         if other is not None and own is not None and len(texts) > 1:
@@ -104,6 +119,10 @@ def probe(
         slot_spread=max(spreads),
         right_by_offset={offset: _mean(parts) for offset, parts in right.items()},
         log_probability_by_shift={shift: _mean(parts) for shift, parts in shifts.items()},
+        log_probability_by_stream={
+            target.stream: _mean(shifts[0]),
+            **{stream: _mean(parts) for stream, parts in streams.items()},
+        },
         accepted=_mean(overlaps),
         accepted_elsewhere=_mean(elsewhere) if elsewhere else float("nan"),
         findings=(),
@@ -217,6 +236,19 @@ def _findings(draft: DSparkDraft, result: ProbeResult) -> list[Finding]:
                 f"({shifts[tap]:.2f} against {shifts[0]:.2f} nats)",
                 consequence="acceptance is lower than it could be, and nothing says so",
                 remedy=f"Try target_layer_ids {[t + tap for t in draft.config.target_layer_ids]}.",
+            )
+        )
+    streams = result.log_probability_by_stream
+    served, likeliest = next(iter(streams)), max(streams, key=lambda stream: streams[stream])
+    if likeliest != served and streams[likeliest] > max(streams[served] + 0.05, math.log(uniform)):
+        found.append(
+            Finding(
+                check="probe-stream",
+                level="error",
+                value=f"{likeliest} predicts better than {served} "
+                f"({streams[likeliest]:.2f} against {streams[served]:.2f} nats)",
+                consequence="the draft is fed the stream that it was not trained on",
+                remedy=f"Write stream {likeliest} in sparksmith.json, and serve it.",
             )
         )
     if not result.accepted > _CHANCE * max(result.accepted_elsewhere, uniform):
