@@ -28,8 +28,11 @@ def target() -> TransformersTarget:
 
 @pytest.fixture(scope="module")
 def draft(target: TransformersTarget) -> DSparkDraft:
-    """A draft that knows the target's greedy texts by heart."""
-    made = fitting_draft(target, target_layer_ids=TAPS)
+    return by_heart(target, fitting_draft(target, target_layer_ids=TAPS))
+
+
+def by_heart(target: TransformersTarget, made: DSparkDraft) -> DSparkDraft:
+    """Train a draft until it knows the target's greedy texts by heart."""
     settings = DecodeSettings(
         sampling=Sampling(temperature=0.0), max_new_tokens=NEW, stop_token_ids=frozenset()
     )

@@ -192,6 +192,8 @@ class K3MiniPreTrainedModel(KimiLinearPreTrainedModel):  # type: ignore[misc]
     _no_split_modules: ClassVar[list[str]] = ["K3MiniLayer"]
     _can_record_outputs: ClassVar[dict[str, Any]] = {}
     _can_compile_fullgraph = False
+    # Found by transformers in a class's source, and inherited: Kimi-Linear's experts are not ours.
+    _can_set_experts_implementation_cached_value = False
 
 
 class K3MiniModel(K3MiniPreTrainedModel):
@@ -200,9 +202,10 @@ class K3MiniModel(K3MiniPreTrainedModel):
     def __init__(self, config: K3MiniConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
+        self.decoder_layers = [
             K3MiniLayer(config, index) for index in range(config.num_hidden_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(self.decoder_layers)
         self.output_residual = AttentionResidual(config)
         self.norm = KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
@@ -215,9 +218,9 @@ class K3MiniModel(K3MiniPreTrainedModel):
         The mixture behind layer i is what the attention of layer i + 1 reads.
         """
         if stream == "attn_res_mixture":
-            later = [layer.attention_residual for layer in list(self.layers)[1:]]
+            later = [layer.attention_residual for layer in self.decoder_layers[1:]]
             return [*later, self.output_residual]
-        return list(self.layers)
+        return list(self.decoder_layers)
 
     def forward(
         self,
@@ -248,8 +251,8 @@ class K3MiniModel(K3MiniPreTrainedModel):
             "full_attention": create_causal_mask(**inputs),
             "linear_attention": create_recurrent_attention_mask(**inputs),
         }
-        prefix, bank = inputs_embeds, []
-        for layer in self.layers:
+        prefix, bank = inputs_embeds, list[Tensor]()
+        for layer in self.decoder_layers:
             prefix, bank = layer(prefix, bank, masks[layer.kind], past_key_values, **kwargs)
         return self.norm(self.output_residual(bank, prefix)), past_key_values
 
@@ -258,7 +261,7 @@ class K3MiniForCausalLM(K3MiniPreTrainedModel, KimiLinearForCausalLM):  # type: 
     """The model with its head."""
 
     def __init__(self, config: K3MiniConfig) -> None:
-        K3MiniPreTrainedModel.__init__(self, config)
+        KimiLinearPreTrainedModel.__init__(self, config)
         self.model = K3MiniModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -324,7 +327,8 @@ def k3_mini(*, seed: int = 0, **changes: Any) -> K3MiniForCausalLM:
     )
     sizes.setdefault("mlp_layer_types", ["dense"] + ["sparse"] * (depth - 1))
     torch.manual_seed(seed)
-    model = K3MiniForCausalLM(K3MiniConfig(**sizes)).eval()
+    model = K3MiniForCausalLM(K3MiniConfig(**sizes))
+    model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
