@@ -10,6 +10,8 @@ import typer
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sparksmith.cli.target import OpenTarget, TargetChoice
     from sparksmith.verify.findings import Finding, TargetFacts
     from sparksmith.verify.probes import ProbeResult
@@ -18,6 +20,8 @@ EXAMPLE = "sparksmith check runs/draft/best --target embedded"
 LEVELS = ("error", "warning", "note")
 PROBE_PROMPTS = 4
 PARITY = "parity"
+ALONE_BYTES = 1 << 30
+"""Of weights: a larger draft is not loaded only to try it without its target."""
 
 
 def check(
@@ -29,7 +33,7 @@ def check(
         typer.Option(help="The target: compares sizes and text, and runs the draft beside it."),
     ] = None,
     probe: Annotated[
-        bool, typer.Option(help="Run the draft beside the target (with --target).")
+        bool, typer.Option(help="Run the draft: beside the target, or a small one alone.")
     ] = True,
     serve_args: Annotated[
         str | None, typer.Option(help="A `vllm serve` command line, quoted, to check against.")
@@ -76,11 +80,13 @@ def check(
         )
         facts, opened = _facts(choice, taps if probe or parity else None)
     found = findings(inspect(draft, facts, serve))
+    if opened is None and probe:
+        found = _sorted([*found, *_alone(draft)])
     if parity and opened is not None:
         found = [*_replay(draft, opened), *found]
     result = _probe(draft, opened) if opened is not None and probe else None
     if result is not None:
-        found = sorted([*found, *result.findings], key=lambda one: LEVELS.index(one.level))
+        found = _sorted([*found, *result.findings])
     if as_json:
         print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
     else:
@@ -150,6 +156,25 @@ def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult | None":
     ]
     with progress("run the draft beside the target"):
         return probe(opened.target, loaded, prompts)
+
+
+def _sorted(found: "Sequence[Finding]") -> "list[Finding]":
+    return sorted(found, key=lambda one: LEVELS.index(one.level))
+
+
+def _alone(draft: Path) -> "list[Finding]":
+    """What a small draft shows without its target; nothing if it cannot be loaded."""
+    from sparksmith.cli.draft_choice import load
+    from sparksmith.verify.probes import probe_alone
+
+    if sum(path.stat().st_size for path in draft.glob("*.safetensors")) > ALONE_BYTES:
+        return []
+    try:
+        loaded = load(str(draft))
+    except UserError:
+        return []
+    assert loaded is not None
+    return probe_alone(loaded)
 
 
 def _replay(draft: Path, opened: "OpenTarget") -> "list[Finding]":

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distill_samples import fitting_draft
+from draft_models import tiny_draft
 from tiny_models import tiny_model, words
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +14,7 @@ from torch.nn import functional
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.sampling import Sampling
 from sparksmith.verify.decode import DecodeSettings, decode
-from sparksmith.verify.probes import ProbeResult, probe
+from sparksmith.verify.probes import ProbeResult, probe, probe_alone
 from sparksmith.verify.target import TransformersTarget
 
 TAPS = (1, 3)
@@ -131,3 +132,17 @@ def test_a_draft_of_another_target(draft: DSparkDraft) -> None:
     result, found = run(other, draft)
     assert "probe-chance" in found
     assert result.accepted < 0.3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_draft_alone(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparksmith.draft.rotary import rotary
+
+    assert probe_alone(tiny_draft(bind=False, is_causal=is_causal)) == []
+    monkeypatch.setattr(
+        "sparksmith.draft.model.rotary",
+        lambda positions, *rest: rotary(torch.zeros_like(positions), *rest),
+    )
+    found = {finding.check for finding in probe_alone(tiny_draft(bind=False, is_causal=is_causal))}
+    # A causal mask tells slots apart without positions.
+    assert found == {"probe-order"} | (set() if is_causal else {"probe-slots"})

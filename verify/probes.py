@@ -26,6 +26,8 @@ _CHANCE = 2.0
 STORIES = {
     "probe-slots": "The masked slots of a block differ only in their positions. A draft without "
     "positions gives the same hidden state in all of them: it drafts one word, over and over.",
+    "probe-order": "Without positions in its keys a draft sees the context as a bag of words: the "
+    "same block whatever came first.",
     "probe-offset": "A draft read in the wrong form (fill-in, or from the anchor), or a loop that "
     "takes row k + 1 for row k, predicts the right words a place too early or too late.",
     "probe-taps": "Libraries count layers from different ends: tap i may be the input or the "
@@ -130,6 +132,52 @@ def probe(
     return ProbeResult(**{**vars(result), "findings": tuple(_findings(draft, result))})
 
 
+@torch.inference_mode()
+def probe_alone(draft: DSparkDraft) -> list[Finding]:
+    """What can be tried without the target: with random features and embedding, do the masked
+    slots differ, and does the context's order matter? Replaces what the draft is bound to."""
+    config = draft.config
+    generator = torch.Generator().manual_seed(0)
+    weight = draft.fc.weight
+    embed = torch.randn(config.vocab_size, config.hidden_size, generator=generator).to(weight)
+    draft.bind(embed, embed[: config.draft_vocab_size])
+    width = config.target_hidden_size * len(config.target_layer_ids)
+    features = torch.randn(1, 12, width, generator=generator).to(weight)
+    tokens = torch.arange(12, device=weight.device)[None] % config.vocab_size
+    anchors = torch.tensor([[11]], device=weight.device)
+    straight = draft.forward_blocks(features, tokens, anchors)[0, 0]
+    turned = features.flip(1)
+    backwards = draft.forward_blocks(turned, tokens, anchors)[0, 0]
+    found = []
+    masked = straight[1:]
+    if len(masked) > 1:
+        spread = float((masked - masked[:1]).abs().max() / masked.abs().max())
+        if spread < _MIN_SPREAD:
+            found.append(_all_alike(spread))
+    moved = float((straight - backwards).abs().max() / straight.abs().max())
+    if moved < _MIN_SPREAD:
+        found.append(
+            Finding(
+                check="probe-order",
+                level="error",
+                value=f"the context backwards changes the block by {moved:.1e} of its size",
+                consequence="the draft does not know which word came when",
+                remedy="Train a draft whose keys know their positions.",
+            )
+        )
+    return found
+
+
+def _all_alike(spread: float) -> Finding:
+    return Finding(
+        check="probe-slots",
+        level="error",
+        value=f"masked slots differ by {spread:.1e} of their size",
+        consequence="the block drafts one word again and again",
+        remedy="Train a draft whose slots know their positions.",
+    )
+
+
 class _ByLayer:
     """Layer outputs of one text, the embeddings standing for layer -1."""
 
@@ -200,15 +248,7 @@ def _mean(parts: Sequence[Tensor]) -> float:
 def _findings(draft: DSparkDraft, result: ProbeResult) -> list[Finding]:
     found = []
     if result.slot_spread < _MIN_SPREAD:
-        found.append(
-            Finding(
-                check="probe-slots",
-                level="error",
-                value=f"masked slots differ by {result.slot_spread:.1e} of their size",
-                consequence="the block drafts one word again and again",
-                remedy="Train a draft whose slots know their positions.",
-            )
-        )
+        found.append(_all_alike(result.slot_spread))
     right = result.right_by_offset
     best = max(right, key=lambda offset: right[offset])
     if best != 0 and right[best] > 1.5 * right[0] + 0.02:
