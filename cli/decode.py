@@ -20,6 +20,7 @@ from sparksmith.cli.draft_choice import (
     load,
     num_tokens_of,
     read_draft_config,
+    stream_of,
 )
 from sparksmith.cli.errors import INTERRUPTED
 from sparksmith.cli.target import (
@@ -96,6 +97,7 @@ def decode(
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        stream=stream_of(draft),
     )
     check_choice(config, choice, draft)
     loaded = load(draft)

@@ -9,8 +9,15 @@ import typer
 from sparksmith.cli import evaluate
 from sparksmith.cli.distilling import DistilPlan, distil
 from sparksmith.cli.progress import duration
-from sparksmith.cli.target import OpenTarget, TargetChoice, fetch_with_progress, open_target
+from sparksmith.cli.target import (
+    K3_MINI,
+    OpenTarget,
+    TargetChoice,
+    fetch_with_progress,
+    open_target,
+)
 from sparksmith.draft.errors import UserError
+from sparksmith.verify.embedded import TARGET_NAME
 
 if TYPE_CHECKING:
     from sparksmith.draft.sampling import Sampling
@@ -44,6 +51,13 @@ def demo(
         Path | None,
         typer.Option(help="Folder of the run [default: one in runs/, named by the budget]."),
     ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            help="`embedded`, or `k3-mini`: K3's parts at toy size with random weights, for "
+            "rehearsing its path; its figures say nothing of K3."
+        ),
+    ] = TARGET_NAME,
     budget: Annotated[
         float | None,
         typer.Option(help="Minutes for generation, features and training together [default: 20]."),
@@ -67,18 +81,25 @@ def demo(
     from sparksmith.draft.sampling import Sampling
 
     _check(budget, pretrained, limit, temperature)
+    _check_target(target, pretrained)
     sampling = Sampling(temperature=temperature, top_p=top_p)
     minutes = DEFAULT_MINUTES if budget is None else budget
-    name = "pretrained" if pretrained else f"demo-{minutes:g}min"
+    kind = "demo" if target == TARGET_NAME else target
+    name = "pretrained" if pretrained else f"{kind}-{minutes:g}min"
     folder = out or Path("runs") / name
     draft = packaged_draft() if pretrained else None
-    model = fetch_with_progress()
-    seconds = {"fetch": model.fetch_seconds, "convert": model.convert_seconds}
+    seconds: dict[str, float] = {}
+    if target == TARGET_NAME:
+        model = fetch_with_progress()
+        seconds = {"fetch": model.fetch_seconds, "convert": model.convert_seconds}
+    else:
+        print(f"{target}: random weights, so its text is noise and its figures are a rehearsal's")
     # float32: at temperature 0 the texts of both arms are compared token for token.
-    choice = TargetChoice(name="embedded", threads=threads, dtype="float32")
+    choice = TargetChoice(name=target, threads=threads, dtype="float32")
     opened = open_target(choice, taps=_taps(draft, choice))
     if draft is None:
-        plan = DistilPlan(minutes=minutes, sampling=sampling, seed=seed)
+        # K3's public drafts have latent attention.
+        plan = DistilPlan(minutes=minutes, sampling=sampling, seed=seed, mla=target == K3_MINI)
         draft, spent = distil(opened, folder, plan)
         seconds |= spent
     report = folder / ("report" if limit is None else f"report-{limit}")
@@ -109,6 +130,18 @@ def _check(budget: float | None, pretrained: bool, limit: int | None, temperatur
             "leaves total variation nothing to learn from",
             "Use more than 0; texts at temperature 0 are compared in any case.",
         )
+
+
+def _check_target(target: str, pretrained: bool) -> None:
+    if target not in (TARGET_NAME, K3_MINI):
+        raise UserError(
+            "--target",
+            target,
+            "is not one of the demo's",
+            f"Use {TARGET_NAME} or {K3_MINI}; `generate`, `train` and `eval` take any.",
+        )
+    if pretrained and target != TARGET_NAME:
+        raise UserError("--pretrained", target, "has no packaged draft", "Leave --pretrained out.")
 
 
 def packaged_draft() -> Path:
@@ -171,7 +204,7 @@ def _evaluate(
     settings = DecodeSettings(
         sampling=sampling,
         max_new_tokens=scale.max_new_tokens,
-        num_tokens=loaded.config.block_size,
+        num_tokens=loaded.config.num_drafts,
         seed=seed,
     )
     drafting = drafting_of((DRAFT_TEMPERATURE, 1.0, None), loaded.config, "cpu")

@@ -48,6 +48,8 @@ class DistilPlan:
     minutes: float
     sampling: "Sampling"
     seed: int
+    mla: bool = False
+    """Latent attention, over the whole vocabulary."""
 
 
 def distil(opened: OpenTarget, folder: Path, plan: DistilPlan) -> tuple[Path, dict[str, float]]:
@@ -84,6 +86,8 @@ def distil(opened: OpenTarget, folder: Path, plan: DistilPlan) -> tuple[Path, di
             cache_bytes=FEATURE_BYTES,
         )
         shape = DraftShape(num_layers=NUM_LAYERS, block_size=BLOCK_SIZE)
+        if plan.mla:
+            shape = replace(shape, mla=True, draft_vocab_size=0)
         results = train.run_training(opened, inputs, (shape, settings), folder / "train")
         record.finish("complete", **{k: v for k, v in results.items() if k != "history"})
     return folder / "train" / "best", {"generate": generated, "train": results["seconds"]}

@@ -77,6 +77,16 @@ def read_draft_config(draft: str) -> "DSparkConfig | None":
     return read_config(Path(draft))
 
 
+def stream_of(draft: str) -> str | None:
+    """The stream that the draft in a folder was trained on, where its manifest says one that only
+    some targets have; None leaves it to the target."""
+    if draft in (NGRAM, NOTHING):
+        return None
+    from sparksmith.draft.manifest import stated_stream
+
+    return stated_stream(Path(draft))
+
+
 def load(draft: str) -> "DSparkDraft | None":
     """The draft in a folder, unbound, in float32; None for `ngram` and `none`."""
     if draft in (NGRAM, NOTHING):
@@ -91,7 +101,7 @@ def load(draft: str) -> "DSparkDraft | None":
 def num_tokens_of(chosen: int | None, config: "DSparkConfig | None") -> int:
     """The K that was chosen, by default the draft's block; UserError for one it cannot draft."""
     if chosen is None:
-        return NGRAM_TOKENS if config is None else config.block_size
+        return NGRAM_TOKENS if config is None else config.num_drafts
     if chosen < 1:
         raise UserError(
             "--num-tokens",
@@ -99,12 +109,12 @@ def num_tokens_of(chosen: int | None, config: "DSparkConfig | None") -> int:
             "drafts nothing",
             "Use 1 or more; `sparksmith decode --draft none` decodes without a draft.",
         )
-    if config is not None and chosen > config.block_size:
+    if config is not None and chosen > config.num_drafts:
         raise UserError(
             "--num-tokens",
             chosen,
-            f"is more than the draft's block of {config.block_size}",
-            f"Use 1 to {config.block_size}, or train a draft with a larger --block-size.",
+            f"is more than the draft's block of {config.num_drafts}",
+            f"Use 1 to {config.num_drafts}, or train a draft with a larger --block-size.",
         )
     return chosen
 

@@ -19,6 +19,7 @@ from sparksmith.cli.draft_choice import (
     drafting_of,
     num_tokens_of,
     read_draft_config,
+    stream_of,
 )
 from sparksmith.cli.draft_choice import load as load
 from sparksmith.cli.target import (
@@ -114,6 +115,7 @@ def evaluate(
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        stream=stream_of(draft),
     )
     check_folder(out, "eval")
     check_choice(config, choice, draft)

@@ -11,9 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from sparksmith.cli import decode, demo, errors, evaluate, export, generate, train
+from sparksmith.cli import (
+    check,
+    convert,
+    decode,
+    demo,
+    errors,
+    evaluate,
+    export,
+    generate,
+    train,
+    vllm,
+)
 
 START, PATH = "Start here", "The path of work, in order"
+EXCHANGE = "Drafts of others, and for engines"
 
 HELP = """
 Distil a small DSpark draft from a target model, and measure what it gains.
@@ -50,6 +62,9 @@ add("train", train.train, panel=PATH, example=train.EXAMPLE)
 add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
 add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)
 add("export", export.export, panel=PATH, example=export.EXAMPLE)
+add("check", check.check, panel=EXCHANGE, example=check.EXAMPLE)
+add("vllm", vllm.vllm, panel=EXCHANGE, example=vllm.EXAMPLE)
+add("convert", convert.convert, panel=EXCHANGE, example=convert.EXAMPLE)
 
 
 def _print_version(wanted: bool) -> None:

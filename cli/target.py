@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from sparksmith.verify.target import TransformersTarget
 
 TARGET_PANEL = "Target"
+K3_MINI = "k3-mini"
 
 TargetName = Annotated[
     str,
     typer.Option(
         "--target",
-        help="A transformers folder, a name on the Hub, or `embedded` (SmolLM2-135M-Instruct).",
+        help="A transformers folder, a name on the Hub, `embedded` (SmolLM2-135M-Instruct), or "
+        "`k3-mini` (K3's parts at toy size, random weights).",
         rich_help_panel=TARGET_PANEL,
     ),
 ]
@@ -36,6 +38,14 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int, typer.Option(help="CPU threads; 0 leaves torch's choice.", rich_help_panel=TARGET_PANEL)
+]
+Stream = Annotated[
+    str | None,
+    typer.Option(
+        help="Which output of a layer is tapped, where a target has several: K3's prefix_sum "
+        "(default) or attn_res_mixture.",
+        rich_help_panel=TARGET_PANEL,
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -56,6 +66,8 @@ class TargetChoice:
     device: str = "cpu"
     threads: int = 0
     trust_remote_code: bool = False
+    stream: str | None = None
+    """Which output of a layer is tapped, where a target has several; None is its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,7 @@ def open_target(
         taps=taps,
         trust_remote_code=choice.trust_remote_code,
         device=choice.device,
+        stream=choice.stream,
     )
     record: dict[str, Any]
     if not identify:
@@ -112,9 +125,22 @@ def open_target(
 
 
 def resolve(name: str) -> str:
-    """The folder of the embedded target, made if need be; any other name as it is."""
+    """The folder of the embedded target or of k3-mini, made if need be; other names as they are."""
     from sparksmith.verify.embedded import TARGET_NAME
 
+    if name == K3_MINI:
+        from sparksmith.draft.errors import UserError
+
+        try:
+            from sparksmith.verify.k3_mini_files import k3_mini_folder
+        except ImportError as error:
+            raise UserError(
+                "--target",
+                name,
+                f"needs transformers' Kimi-Linear, which is not in this version ({error})",
+                "Upgrade transformers.",
+            ) from None
+        return str(k3_mini_folder())
     return str(fetch_with_progress().path) if name == TARGET_NAME else name
 
 

@@ -9,6 +9,7 @@ import typer
 from sparksmith.cli.target import (
     Device,
     Dtype,
+    Stream,
     TargetChoice,
     TargetName,
     Threads,
@@ -115,8 +116,18 @@ def train(
         str, typer.Option(help="vanilla, gated or rnn.", rich_help_panel=DRAFT)
     ] = "vanilla",
     draft_vocab: Annotated[
-        int, typer.Option(help="Most frequent words kept; 0 keeps all.", rich_help_panel=DRAFT)
-    ] = 8192,
+        int | None,
+        typer.Option(
+            help="Most frequent words kept; 0 keeps all (default: 8192; 0 with --mla).",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
+    mla: Annotated[
+        bool,
+        typer.Option(
+            "--mla", help="Latent attention, the K3DSparkModel layout.", rich_help_panel=DRAFT
+        ),
+    ] = False,
     head_dim: Annotated[
         int | None,
         typer.Option(help="Of a head (default: twice the target's).", rich_help_panel=DRAFT),
@@ -149,6 +160,7 @@ def train(
     gamma: Annotated[
         float, typer.Option(help="Slot k counts exp(-k / gamma).", rich_help_panel=LOSS)
     ] = 4.0,
+    stream: Stream = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -192,7 +204,10 @@ def train(
         block_size=block_size,
         markov_rank=markov_rank,
         markov_head_type=markov_head,  # type: ignore[arg-type]
-        draft_vocab_size=draft_vocab,
+        draft_vocab_size=(0 if mla else DraftShape.draft_vocab_size)
+        if draft_vocab is None
+        else draft_vocab,
+        mla=mla,
         head_dim=head_dim,
         num_kv_heads=kv_heads,
         is_causal=causal,
@@ -204,6 +219,7 @@ def train(
         device=device,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        stream=stream,
     )
     opened = open_target(choice, taps=taps_of(choice, parse_taps(taps)))
     check_answered_by(generated, opened)

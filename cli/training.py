@@ -62,6 +62,7 @@ def run_training(
             **asdict(inputs.sampling),
             "shape": asdict(shape),
             "taps": list(opened.target.taps),
+            "stream": opened.target.stream,
             "from_regression": inputs.from_regression,
             "held_out": len(held_out),
         },
@@ -81,10 +82,60 @@ def run_training(
             # Making the draft and the held-out features is part of the budget of minutes.
             trainer.progress.seconds = time.perf_counter() - started
         _describe(draft, trainer, len(training), resumed)
-        results = _train(trainer) | {"best": fingerprint(out / BEST)}
+        results = _train(trainer)
+        _write_manifests(opened, trainer, inputs, out)
+        if (out / BEST).is_dir():
+            _write_parity(opened, trainer, held_out or training, out / BEST)
+        results["best"] = fingerprint(out / BEST)
         record.finish("complete", **results)
     _conclude(results, trainer, out / BEST)
     return results
+
+
+def _write_manifests(
+    opened: OpenTarget, trainer: "Trainer", inputs: TrainingInputs, out: Path
+) -> None:
+    """sparksmith.json beside both drafts: what they were made for, and what the best reached."""
+    from sparksmith.distill.training import BEST, LAST
+    from sparksmith.draft.manifest import Figure, Manifest, TargetIdentity, write_manifest
+    from sparksmith.verify.loading import text_identity
+
+    target = TargetIdentity(
+        name=opened.record["name"],
+        revision=opened.record.get("commit"),
+        **text_identity(opened.tokenizer),
+    )
+    longest = max(len(row.prompt_ids) + len(row.token_ids) for row in inputs.responses)
+    draft, reached = trainer.draft, trainer.progress.best_acceptance_length
+    sampling = inputs.sampling
+    on = f"held-out responses, temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
+    figures = (Figure(what="expected acceptance length", value=round(reached, 4), on=on),)
+    for name in (BEST, LAST):
+        manifest = Manifest.of(
+            draft.config,
+            draft.target_ids,
+            target=target,
+            stream=opened.target.stream,
+            trained_length=longest,
+            figures=figures if name == BEST and reached else (),
+        )
+        if (out / name).is_dir():
+            write_manifest(manifest, out / name)
+
+
+def _write_parity(
+    opened: OpenTarget, trainer: "Trainer", responses: "list[Response]", best: Path
+) -> None:
+    """parity.safetensors beside the best draft, on two of the prompts."""
+    from sparksmith.draft.checkpoint import load_draft
+    from sparksmith.verify.parity import record_parity, texts_of, write_parity
+
+    target = opened.target
+    draft = load_draft(best, dtype=trainer.draft.fc.weight.dtype).to(target.device)
+    draft.bind(target.embed_weight, target.head_weight)
+    prompts = [response.prompt_ids for response in responses[:2]]
+    texts, accepted = texts_of(target, draft, prompts)
+    write_parity(record_parity(draft, texts, accepted), best)
 
 
 def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], list[Response]]":

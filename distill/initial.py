@@ -57,9 +57,10 @@ def start_by_regression(
     """Fit the bound draft's backbone to the samples; its Markov and confidence heads stay as made.
 
     `tick` is told of batches done and in all. Returns False, with the draft as it was, when the
-    features are too wide (`LARGEST_WIDTH`) or no sample has a whole block.
+    features are too wide (`LARGEST_WIDTH`), no sample has a whole block, or the draft's attention
+    is latent: its heads cannot be set one by one.
     """
-    if draft.fc.in_features > LARGEST_WIDTH or not samples:
+    if draft.fc.in_features > LARGEST_WIDTH or not samples or draft.config.mla is not None:
         return False
     fit = _Fit(draft, samples, tick)
     if not fit.has_whole_blocks():
@@ -70,6 +71,7 @@ def start_by_regression(
         for number, layer in enumerate(layers):
             assert isinstance(layer, DraftLayer)
             draft.layers = layers[: number + 1]  # those that are still to come add nothing
+            assert isinstance(layer.self_attn, Attention)
             _clear(layer)
             fit.wire(layer.self_attn, number, anchor_directions)
             fit.output(layer.self_attn.o_proj)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparksmith.distill.generation import Response
-from sparksmith.draft.config import DSparkConfig
+from sparksmith.draft.config import DSparkConfig, MLASizes
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.heads import MarkovHeadType
 from sparksmith.draft.model import DSparkDraft
@@ -24,7 +24,8 @@ class DraftShape:
     whole vocabulary. `mask_token_id` None picks a reserved id that no text contains. The features
     reach the draft through its keys and values alone, so by default those are wider than the
     target's: as many key/value heads as query heads (`num_kv_heads`), each of twice the target's
-    size (`head_dim`).
+    size (`head_dim`). `mla` gives latent attention instead, whose layout has neither a reduced
+    vocabulary (`draft_vocab_size` must be 0) nor another Markov head than the vanilla one.
     """
 
     num_layers: int = 2
@@ -32,6 +33,7 @@ class DraftShape:
     markov_rank: int = 128
     markov_head_type: MarkovHeadType = "vanilla"
     draft_vocab_size: int = 8192
+    mla: bool = False
     num_taps: int = 5
     head_dim: int | None = None
     num_kv_heads: int | None = None
@@ -89,28 +91,56 @@ def reserved_token(
     )
 
 
+def latent_sizes(hidden_size: int, head_dim: int) -> MLASizes:
+    """Sizes of latent attention for a small target, whose heads have `head_dim` dimensions.
+
+    The features reach the draft through the key/value latent alone: it is as wide as the draft.
+    """
+    return MLASizes(
+        q_lora_rank=max(1, hidden_size // 2),
+        kv_lora_rank=hidden_size,
+        qk_nope_head_dim=head_dim,
+        qk_rope_head_dim=2 * max(1, head_dim // 4),
+        v_head_dim=head_dim,
+    )
+
+
 def new_draft(
     target: TransformersTarget, shape: DraftShape, mask_token_id: int, counts: Tensor
 ) -> DSparkDraft:
     """A draft of the target's width, on its device, bound to its embedding and head.
 
-    `counts` [V] choose the reduced vocabulary; the target's stop tokens are always in it.
+    `counts` [V] choose the reduced vocabulary; the target's stop tokens are always in it. Raises
+    UserError for a shape that no layout has.
     """
     config = target.config
     heads = int(config.num_attention_heads)
     vocab_size = target.vocab_size
+    if shape.mla and shape.draft_vocab_size:
+        raise UserError(
+            "--draft-vocab",
+            shape.draft_vocab_size,
+            "is a reduced vocabulary, which the layout of latent attention does not know",
+            "Use 0, the whole vocabulary.",
+        )
     target_ids = None
     if 0 < shape.draft_vocab_size < vocab_size:
         target_ids = frequent_words(counts, shape.draft_vocab_size, target.eos_token_ids)
     hidden = target.hidden_size
     target_head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    mla = latent_sizes(hidden, target_head_dim) if shape.mla else None
+    kv_heads = heads if shape.num_kv_heads is None or mla else shape.num_kv_heads
+    head_dim = 2 * target_head_dim if shape.head_dim is None else shape.head_dim
+    if mla is not None:
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     draft_config = DSparkConfig(
         hidden_size=hidden,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
         num_hidden_layers=shape.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads if shape.num_kv_heads is None else shape.num_kv_heads,
-        head_dim=2 * target_head_dim if shape.head_dim is None else shape.head_dim,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        mla=mla,
         vocab_size=vocab_size,
         draft_vocab_size=vocab_size if target_ids is None else len(target_ids),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),

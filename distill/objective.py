@@ -13,6 +13,7 @@ from sparksmith.distill.loss import (
     distillation_loss,
 )
 from sparksmith.distill.samples import Batch
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
 
 
@@ -39,6 +40,13 @@ class Objective:
         self.weights = weights
         self.temperature = temperature
         config = draft.config
+        if not config.sample_from_anchor:
+            raise UserError(
+                "sample_from_anchor",
+                False,
+                "is a form that is read and decoded with, and not trained",
+                "Train a draft that predicts from the anchor's slot.",
+            )
         device = self.device
         self._slot_weights = weights.slot_weights(config.block_size).to(device)
         self._draft_ids = torch.full((config.vocab_size,), -1, device=device)

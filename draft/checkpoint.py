@@ -1,13 +1,14 @@
-"""Drafts on disk: config.json and model.safetensors in vLLM's `Qwen3DSparkModel` layout.
+"""Drafts on disk: written in vLLM's flat layouts, read in every public one (see `draft.layouts`).
 
 A loader that only copies what it finds runs with uninitialised memory where a tensor is missing
 (vLLM 0.33 does), so loading here demands every tensor and shape, and names all that are wrong.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,14 +18,26 @@ from torch import Tensor
 from sparksmith.draft.config import DSparkConfig
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.files import replacing, write_json
+from sparksmith.draft.layouts import (
+    EMBED,
+    HEAD,
+    OFFSETS,
+    Layout,
+    Piece,
+    Reading,
+    file_name,
+    flatten,
+    layout_config,
+    pieces,
+)
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.vocabulary import offsets_of, target_ids_of
 
+T = TypeVar("T")
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-_EMBED, _HEAD, _OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
-# Tensors that the layout allows and that say nothing which the draft needs.
-_IGNORED = frozenset({_EMBED, _HEAD, "t2d", "mask_embedding"})
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def save_draft(draft: DSparkDraft, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -57,37 +70,66 @@ def export_draft(
         if config.reduced_vocabulary and head.shape[0] == config.vocab_size:
             head = head.index_select(0, draft.target_ids.to(head.device))
         _check_shape("head", head, (config.draft_vocab_size, config.hidden_size))
-        shipped[_HEAD] = head
+        shipped[HEAD] = head
     if embed is not None:
         _check_shape("embedding", embed, (config.vocab_size, config.hidden_size))
-        shipped[_EMBED] = embed
+        shipped[EMBED] = embed
     _write(draft, folder, shipped, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFiles:
+    """A draft's folder, read but for its tensors; `found` are its own and the shipped ones."""
+
+    folder: Path
+    reading: Reading
+    config: DSparkConfig
+    found: Mapping[str, Piece]
+    files: Mapping[str, Path]
+    """The file of each tensor, by the file's name for it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `found`, as stored."""
+        piece = self.found[name]
+        path = self.files[piece.name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                whole = file.get_slice(piece.name)
+                shape = whole.get_shape()
+                rows = slice(piece.start, piece.stop)
+                tensor: Tensor = whole[rows] if shape else file.get_tensor(piece.name)
+        except SafetensorError as error:
+            raise _unreadable(path, error) from error
+        return tensor
+
+
+def open_draft(folder: Path) -> DraftFiles:
+    """Read and check a draft's folder, in any layout, without its tensors.
+
+    Raises UserError for a missing or broken file, an unfit configuration, and tensors that are
+    missing, unknown or misshapen.
+    """
+    values = _config_values(folder)
+    shapes, files = tensor_shapes(folder)
+    reading = flatten(values, shapes)
+    config = DSparkConfig.from_json_dict(reading.values)
+    wanted = _required_shapes(config)
+    found, unknown = pieces(shapes, wanted, config)
+    _check_tensors(folder, (found, unknown), shapes, wanted, config)
+    return DraftFiles(folder=folder, reading=reading, config=config, found=found, files=files)
 
 
 def load_draft(folder: Path, *, dtype: torch.dtype | None = None) -> DSparkDraft:
     """Read a draft, unbound, on the CPU, in the stored dtype or in `dtype`.
 
-    A shipped embedding or head is not read: `bind` the target's. Raises UserError for a missing
-    or broken file, an unfit configuration, and tensors that are missing, unknown or misshapen.
+    A shipped embedding or head is not read: `bind` the target's. Raises UserError as `open_draft`.
     """
-    config = read_config(folder)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise UserError(
-            "draft", str(folder), f"has no {WEIGHTS_FILE}", "Give the folder of a saved draft."
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            draft_shapes = _required_shapes(config)
-            _check_tensors(path, shapes, draft_shapes, config)
-            tensors = {name: file.get_tensor(name) for name in draft_shapes}
-    except SafetensorError as error:
-        raise UserError(
-            "draft", str(path), f"is not a readable safetensors file ({error})", "Save it again."
-        ) from error
-    offsets = tensors.pop(_OFFSETS, None)
-    target_ids = None if offsets is None else target_ids_of(offsets, config.vocab_size)
+    opened = open_draft(folder)
+    config = opened.config
+    tensors = {name: opened.tensor(name) for name in own_shapes(config)}
+    target_ids = None
+    if config.reduced_vocabulary:
+        target_ids = target_ids_of(opened.tensor(OFFSETS), config.vocab_size)
     draft = DSparkDraft(config, target_ids)
     draft.to(dtype or tensors["fc.weight"].dtype)
     draft.load_state_dict(tensors)
@@ -96,79 +138,150 @@ def load_draft(folder: Path, *, dtype: torch.dtype | None = None) -> DSparkDraft
 
 def shipped_head(folder: Path) -> Tensor | None:
     """The head's rows [Vd, H] that an exported draft ships, or None."""
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        names = file.keys()
-        return file.get_tensor(_HEAD) if _HEAD in names else None
+    opened = open_draft(folder)
+    return opened.tensor(HEAD) if HEAD in opened.found else None
 
 
 def read_config(folder: Path) -> DSparkConfig:
     """The configuration of the draft in `folder`; UserError if there is none or it is unfit."""
+    values = _config_values(folder)
+    shapes = tensor_shapes(folder)[0] if _weight_files(folder) else {}
+    return DSparkConfig.from_json_dict(flatten(values, shapes).values)
+
+
+def _config_values(folder: Path) -> Mapping[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
             "draft", str(folder), f"has no {CONFIG_FILE}", "Give the folder of a saved draft."
         )
+    return read_object(path)
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a draft's file; UserError for anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError("draft", str(path), f"is not JSON ({error})", "Save it again.") from error
     if not isinstance(values, Mapping):
         raise UserError("draft", str(path), "is not a JSON object", "Save it again.")
-    return DSparkConfig.from_json_dict(values)
+    return values
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a draft: one file, or the shards that an index names."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = read_object(index).get("weight_map", {}).values()
+        return [folder / name for name in sorted(set(names))]
+    return [folder / WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
+
+
+def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
+    """Shape and file of every tensor in the folder, by the file's names; UserError if none."""
+    paths = _weight_files(folder)
+    if not paths:
+        raise UserError(
+            "draft", str(folder), f"has no {WEIGHTS_FILE}", "Give the folder of a saved draft."
+        )
+    shapes, files = {}, {}
+    for path in paths:
+        if not path.is_file():
+            raise UserError("draft", str(path), "is missing, and the index names it", "Fetch it.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+                    files[name] = path
+        except SafetensorError as error:
+            raise _unreadable(path, error) from error
+    return shapes, files
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        "draft", str(path), f"is not a readable safetensors file ({error})", "Save it again."
+    )
+
+
+def write_layout(
+    tensors: Mapping[str, Tensor],
+    config: DSparkConfig,
+    folder: Path,
+    layout: Layout,
+    target: str | None = None,
+) -> None:
+    """Write own and shipped `tensors` as they are in a layout, config.json last.
+
+    Raises UserError before anything is written where the layout cannot express the draft.
+    """
+    values = layout_config(config, layout, target)
+    dtype = tensors["fc.weight"].dtype
+    named = {file_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / WEIGHTS_FILE) as temporary:
+        save_file(named, temporary, metadata={"format": "pt"})
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(folder / CONFIG_FILE, values)
 
 
 def _write(
     draft: DSparkDraft, folder: Path, shipped: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> None:
     dtype = dtype or draft.fc.weight.dtype
-    tensors = {**draft.state_dict(), **shipped}
     # A copy of every tensor: safetensors refuses memory shared with the target's.
     tensors = {
-        name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        for name, tensor in tensors.items()
+        name: tensor.detach().to("cpu", dtype, copy=True)
+        for name, tensor in {**draft.state_dict(), **shipped}.items()
     }
     if draft.config.reduced_vocabulary:
-        tensors[_OFFSETS] = offsets_of(draft.target_ids).cpu()
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / WEIGHTS_FILE) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-    config: dict[str, Any] = draft.config.to_json_dict()
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / CONFIG_FILE, config)
+        tensors[OFFSETS] = offsets_of(draft.target_ids).cpu()
+    layout: Layout = "vllm" if draft.config.mla is None else "k3"
+    write_layout(tensors, draft.config, folder, layout)
+
+
+def own_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every trained tensor of a draft of this configuration."""
+    with torch.device("meta"):
+        ids = torch.arange(config.draft_vocab_size)
+        state = DSparkDraft(config, ids).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _required_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a draft of this configuration has."""
-    with torch.device("meta"):
-        ids = torch.arange(config.draft_vocab_size)
-        shapes = {name: tuple(t.shape) for name, t in DSparkDraft(config, ids).state_dict().items()}
+    """The same with what a reduced vocabulary needs."""
+    shapes = own_shapes(config)
     if config.reduced_vocabulary:
-        shapes[_OFFSETS] = (config.draft_vocab_size,)
+        shapes[OFFSETS] = (config.draft_vocab_size,)
     return shapes
 
 
 def _check_tensors(
-    path: Path,
-    found: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    read: tuple[Mapping[str, Piece], Iterable[str]],
+    shapes: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],
     config: DSparkConfig,
 ) -> None:
-    missing = sorted(wanted.keys() - found.keys())
-    unknown = sorted(found.keys() - wanted.keys() - _IGNORED)
+    found, unknown = read
     shipped = {
-        _HEAD: (config.draft_vocab_size, config.hidden_size),
-        _EMBED: (config.vocab_size, config.hidden_size),
+        HEAD: (config.draft_vocab_size, config.hidden_size),
+        EMBED: (config.vocab_size, config.hidden_size),
     }
-    misshapen = [
-        f"{name} is {list(found[name])} but must be {list(shape)}"
-        for name, shape in sorted({**wanted, **shipped}.items())
-        if name in found and found[name] != shape
-    ]
+    misshapen = []
+    for name, shape in sorted({**wanted, **shipped}.items()):
+        if name in found:
+            piece = found[name]
+            rows = min(piece.stop, shapes[piece.name][0]) - piece.start
+            seen = [rows, *shapes[piece.name][1:]]
+            if tuple(seen) != shape:
+                misshapen.append(f"{name} is {seen} but must be {list(shape)}")
     problems = [
         f"{what} {', '.join(names)}"
         for what, names in (
-            ("is missing", missing),
-            ("has the unknown", unknown),
+            ("is missing", sorted(wanted.keys() - found.keys())),
+            ("has the unknown", sorted(unknown)),
             ("has the wrong shape:", misshapen),
         )
         if names
@@ -176,9 +289,9 @@ def _check_tensors(
     if problems:
         raise UserError(
             "draft",
-            str(path),
+            str(folder),
             "; ".join(problems),
-            "The file and its config.json do not belong together: save or export the draft again.",
+            "The weights and their config.json do not belong together: save the draft again.",
         )
 
 

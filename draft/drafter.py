@@ -65,14 +65,17 @@ class DSparkDrafter:
 
     @torch.inference_mode()
     def propose(self, anchor: int, num_tokens: int) -> Proposal:
-        """Draft at most min(num_tokens, block_size) tokens; the anchor's slot drafts the first.
+        """Draft at most min(num_tokens, `num_drafts`) tokens; the anchor's slot drafts the first,
+        or, in the fill-in form, the slot after it.
 
         The whole block is computed even if fewer tokens are wanted: a bidirectional block was
         trained to see all its slots.
         """
         block = self._block.clone()
         block[0] = anchor
-        return self._sample(block[0], self._decoder.block(block)[: max(num_tokens, 0)])
+        first = 0 if self._draft.config.sample_from_anchor else 1
+        hidden = self._decoder.block(block)[first:]
+        return self._sample(block[0], hidden[: max(num_tokens, 0)])
 
     def _sample(self, anchor: Tensor, hidden: Tensor) -> Proposal:
         """Sample slot after slot, until the draft is long enough or too unlikely to survive."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparksmith.draft.backbone import BlockMask, DraftLayer, RMSNorm, rotary
+from sparksmith.draft.backbone import BlockMask, DraftLayer, RMSNorm
 from sparksmith.draft.config import DSparkConfig
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from sparksmith.draft.rotary import Rotary, rotary
 
 _INITIAL_STD = 0.02
 
@@ -93,6 +94,11 @@ class DSparkDraft(nn.Module):
         """The bound embedding of tokens [...], in the draft's dtype: [..., H]."""
         return functional.embedding(tokens, self.bound.embed).to(self.fc.weight.dtype)
 
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Cosines and sines [..., D] at `positions` [...], in float32."""
+        config = self.config
+        return rotary(positions, config.rotary_dim, config.rope_theta, config.yarn)
+
     def forward_blocks(
         self, features: Tensor, tokens: Tensor, anchors: Tensor, valid: Tensor | None = None
     ) -> Tensor:
@@ -117,8 +123,8 @@ class DSparkDraft(nn.Module):
         length = int(anchors.max())
         context = self.fuse(features[:, :length])
         rotaries = (
-            rotary(slot_positions, config.head_dim, config.rope_theta),
-            rotary(torch.arange(length, device=anchors.device), config.head_dim, config.rope_theta),
+            self.rotary(slot_positions),
+            self.rotary(torch.arange(length, device=anchors.device)),
         )
         mask = BlockMask.of(anchors, length, config)
         x = self.embed(slot_tokens.flatten(1))

@@ -5,10 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparksmith.draft.config import DSparkConfig
+from sparksmith.draft.config import DSparkConfig, MLASizes
 from sparksmith.draft.model import DSparkDraft
 
 VOCABULARY = 50
+MLA: dict[str, Any] = {
+    "mla": MLASizes(
+        q_lora_rank=12, kv_lora_rank=9, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
+    ),
+    "num_key_value_heads": 4,
+    "head_dim": 10,
+}
+"""What makes a tiny draft's attention latent."""
 
 
 def tiny_config(**changes: Any) -> DSparkConfig:

@@ -103,3 +103,30 @@ def test_fewer_prompts_are_spread_over_the_workload() -> None:
     assert len(everything) == 50
     assert chosen[:6] == [everything[number] for number in (0, 8, 16, 25, 33, 41)]
     assert len(chosen) == len(set(chosen)) == 12
+
+
+def test_k3s_path_in_miniature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers.models.kimi_linear")
+    monkeypatch.setenv("SPARKSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(distilling, "HELD_OUT", 4)
+    monkeypatch.setattr(distilling, "MAX_NEW_TOKENS", 16)
+    monkeypatch.setattr(demo, "FULL", demo.Scale(main=1, others=0, max_new_tokens=12, lossless=1))
+    assert run(tmp_path / "run", "--target", "k3-mini") == 0
+    assert "random weights" in capsys.readouterr().out
+    best = tmp_path / "run" / "train" / "best"
+    config = json.loads((best / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["K3DSparkModel"]
+    manifest = json.loads((best / "sparksmith.json").read_text(encoding="utf-8"))
+    assert manifest["taps"]["stream"] == "prefix_sum"
+    summary = json.loads((tmp_path / "run" / "report-1" / "report.json").read_text())
+    assert summary["losslessness"]["differences"] == 0
+
+
+@pytest.mark.parametrize("options", [("--target", "gpt2"), ("--target", "k3-mini", "--pretrained")])
+def test_targets_that_the_demo_does_not_have(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path / "run"), *options]) == 2
+    assert options[-1 if "--pretrained" in options else 0] in capsys.readouterr().err

@@ -3,16 +3,19 @@
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_targets import save_tiny_target
 
 from sparksmith.cli.main import main
 from sparksmith.distill.optimizers import OptimizerSettings
 from sparksmith.draft.checkpoint import load_draft
+from sparksmith.draft.manifest import read_manifest
 from sparksmith.eval.trace import read_traces
 from sparksmith.verify import loading
 from sparksmith.verify.run_record import fingerprint
@@ -79,6 +82,10 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
     return re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+def message_out(capsys: pytest.CaptureFixture[str]) -> str:
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
 def test_train_leaves_a_draft_and_its_record(draft: Path) -> None:
     config = load_draft(draft / "best").config
     assert (config.block_size, config.target_layer_ids) == (3, (0, 1))
@@ -91,6 +98,50 @@ def test_train_leaves_a_draft_and_its_record(draft: Path) -> None:
     best = fingerprint(draft / "best")
     assert run["results"]["best"]["sha256"] == best["sha256"]
     assert (run["settings"]["temperature"], run["settings"]["top_p"]) == (0.7, 0.95)
+
+
+def test_train_says_what_the_draft_was_made_for(target: Path, draft: Path) -> None:
+    loaded = load_draft(draft / "best")
+    manifest = read_manifest(draft / "best", loaded.config, loaded.target_ids)
+    assert manifest.target.name == str(target)
+    assert manifest.assumed == ()
+    _, tokenizer = loading.load_target(target, dtype="float32")
+    template = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    assert manifest.target.chat_template_sha256 == template
+    (figure,) = manifest.figures
+    assert figure.value == record(draft)["results"]["expected_acceptance_length"]
+    assert "temperature 0.7" in figure.on
+
+
+def test_train_leaves_a_record_that_check_replays(
+    target: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = draft / "best"
+    command = ["check", str(best), "--target", str(target), "--parity", "--no-probe"]
+    main(command)
+    assert "every stage agrees" in message_out(capsys)
+    broken = Path(shutil.copytree(best, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"] *= 1.5
+    save_file(tensors, broken / "model.safetensors")
+    assert main([*command[:1], str(broken), *command[2:]]) == 1
+    assert "error parity: text 0 first differs in its block" in message_out(capsys)
+    assert main(["check", str(best), "--parity"]) == 2
+
+
+def test_a_latent_draft_trains_and_decodes_losslessly(
+    target: Path, responses: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(target, responses, tmp_path / "reduced", "--mla") == 2
+    assert "--draft-vocab: 128" in message(capsys)
+    # The last of two values holds.
+    assert train(target, responses, tmp_path / "mla", "--mla", "--draft-vocab", "0") == 0
+    best = tmp_path / "mla" / "best"
+    assert json.loads((best / "config.json").read_text())["architectures"] == ["K3DSparkModel"]
+    options = ("--workload", "code", "--limit", "1", "--lossless", "1")
+    assert evaluate(target, str(best), tmp_path / "report", *options) == 0
+    summary = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert summary["losslessness"]["differences"] == 0
 
 
 def test_generate_records_a_digest_of_its_prompts(responses: Path) -> None:
@@ -140,8 +191,8 @@ def test_nothing_held_out_leaves_the_last_draft_and_no_figure(
     assert "nan" not in captured.err
     results = record(tmp_path / "draft")["results"]
     assert results["expected_acceptance_length"] is None
-    best, last = (fingerprint(tmp_path / "draft" / name) for name in ("best", "last"))
-    assert best["sha256"] == last["sha256"]
+    best, last = (tmp_path / "draft" / name / "model.safetensors" for name in ("best", "last"))
+    assert best.read_bytes() == last.read_bytes()
 
 
 def test_train_refuses_a_target_that_did_not_answer(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distill_samples import SAMPLING, cut, fitting_draft, rollouts, samples_of, tiny_target
+from draft_models import MLA
 from torch import Tensor
 
 from sparksmith.distill.loss import LossWeights
@@ -62,6 +63,7 @@ def reference(draft: DSparkDraft, samples: list[TrainingSample], head: Tensor) -
         {},
         {"markov_head_type": "rnn", "draft_vocab_size": 30},
         {"markov_head_type": "gated", "is_causal": True},
+        MLA,
         {"markov_rank": 0, "confidence_head_with_markov": False},
     ],
 )

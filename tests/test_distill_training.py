@@ -18,6 +18,7 @@ from distill_samples import (
     train_settings,
     weights,
 )
+from draft_models import MLA
 
 from sparksmith.distill.optimizers import DivergedError, OptimizerSettings
 from sparksmith.distill.samples import TrainingSample
@@ -32,14 +33,17 @@ def samples() -> list[TrainingSample]:
     return samples_of(TARGET, rollouts(TARGET, 12))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "draft"),
+    [("adamw", {"draft_vocab_size": 30}), ("muon", {"draft_vocab_size": 30}), ("adamw", MLA)],
+)
 def test_a_draft_learns_a_few_samples_by_heart(
-    tmp_path: Path, samples: list[TrainingSample], optimizer: Any
+    tmp_path: Path, samples: list[TrainingSample], optimizer: Any, draft: dict[str, Any]
 ) -> None:
     wanted = train_settings(
         60, anchors=64, batch_size=4, optimizer=OptimizerSettings(name=optimizer, lr=2e-2)
     )
-    run = tiny_trainer(tmp_path, samples[:4], wanted, draft_vocab_size=30)
+    run = tiny_trainer(tmp_path, samples[:4], wanted, **draft)
     events = list(run.run())
     first, last = events[0].statistics, events[-1].statistics
     assert len(events) == 60

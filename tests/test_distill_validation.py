@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_samples import SAMPLING, cut, fitting_draft, rollouts, samples_of, tiny_target
+from draft_models import MLA
 from tiny_models import full_pass
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def draft_rows(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 30, "markov_head_type": "rnn"}])
+@pytest.mark.parametrize("changes", [{}, MLA, {"draft_vocab_size": 30, "markov_head_type": "rnn"}])
 def test_against_a_loop_over_blocks(changes: dict[str, object]) -> None:
     target = tiny_target()
     lengths = [12, 4, 5, 1, 9]

@@ -94,10 +94,10 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("attention_bias", True),
         ("hidden_act", "gelu"),
         ("logit_scale", 2.0),
-        ("layer_types", ["sliding_attention"] * 5),
+        ("layer_types", ["sliding_attention"] * 4 + ["full_attention"]),
         ("use_sliding_window", True),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
-        ("sample_from_anchor", False),
+        ("sample_from_anchor", "no"),
         ("target_layer_ids", [9, 1]),
         ("target_layer_ids", [1, 1]),
         ("target_layer_ids", []),
@@ -111,7 +111,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("is_causal", "yes"),
         ("rms_norm_eps", 0.0),
         ("markov_rank", -1),
-        ("dflash_config", {"use_swa": True}),
+        ("dflash_config", {"attention_sink_bias": True}),
     ],
 )
 def test_an_unfit_value_is_named(key: str, value: object) -> None:
@@ -132,3 +132,26 @@ def test_causality_is_read_where_engines_read_it() -> None:
 def test_confidence_from_the_markov_embedding_needs_one() -> None:
     with pytest.raises(UserError, match="confidence_head_with_markov"):
         tiny_config(markov_rank=0)
+
+
+def test_a_window_that_transformers_would_drop_is_refused() -> None:
+    values = {**QWEN3_8B, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}
+    with pytest.raises(UserError, match="use_sliding_window"):
+        DSparkConfig.from_json_dict(values)
+    config = DSparkConfig.from_json_dict({**values, "use_sliding_window": True})
+    assert (config.sliding_window, config.is_causal) == (2048, True)
+    nested = {"dflash_config": {"use_swa": True, "swa_window_size": 512}}
+    config = DSparkConfig.from_json_dict({**QWEN3_8B, **nested})
+    assert (config.sliding_window, config.is_causal) == (512, False)
+
+
+@pytest.mark.parametrize("window", [3, 0, True])
+def test_a_window_holds_a_block(window: int) -> None:
+    with pytest.raises(UserError, match="sliding_window"):
+        tiny_config(sliding_window=window)
+
+
+def test_fill_in_blocks_draft_one_token_less() -> None:
+    assert tiny_config(sample_from_anchor=False).num_drafts == tiny_config().num_drafts - 1
+    with pytest.raises(UserError, match="block_size"):
+        tiny_config(sample_from_anchor=False, block_size=1)

@@ -14,9 +14,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from sparksmith.draft.backbone import rotary
 from sparksmith.draft.decoder import DraftDecoder, decoding_weights
 from sparksmith.draft.model import DSparkDraft
+from sparksmith.draft.rotary import Yarn, rotary
 
 HEADS = ["vanilla", "gated", "rnn"]
 ANCHORS = torch.tensor([[3, 0, 11, 7], [19, 12, 1, 5]])
@@ -245,8 +245,10 @@ def test_slots_differ_and_only_positions_tell_masks_apart(monkeypatch: pytest.Mo
     draft = tiny_draft()
     assert slots_spread(draft) > 0.05
 
-    def standing_still(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-        return rotary(torch.zeros_like(positions), head_dim, theta)
+    def standing_still(
+        positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None
+    ) -> tuple[Tensor, Tensor]:
+        return rotary(torch.zeros_like(positions), head_dim, theta, yarn)
 
     monkeypatch.setattr("sparksmith.draft.model.rotary", standing_still)
     assert slots_spread(draft) < 1e-6

@@ -15,7 +15,7 @@ from sparksmith.draft.errors import UserError
 from sparksmith.draft.sampling import Sampling
 from sparksmith.verify import loading
 from sparksmith.verify.decode import DecodeSettings, decode
-from sparksmith.verify.loading import load_target, render_prompt
+from sparksmith.verify.loading import load_target, render_prompt, text_identity
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
@@ -164,3 +164,14 @@ def test_a_conversation_that_the_template_refuses():
     with pytest.raises(UserError, match="no system") as error:
         render_prompt(make_tokenizer(), [{"role": "system", "content": "w4"}])
     assert error.value.value == ["system"]
+
+
+def test_the_identity_of_text_is_its_words_and_its_template() -> None:
+    one = text_identity(make_tokenizer())
+    assert one == text_identity(make_tokenizer())
+    other_words = text_identity(make_tokenizer(VOCABULARY - 1))
+    assert other_words["tokenizer_sha256"] != one["tokenizer_sha256"]
+    assert other_words["chat_template_sha256"] == one["chat_template_sha256"]
+    other_template = text_identity(make_tokenizer(template=TEMPLATE + " "))
+    assert other_template["chat_template_sha256"] != one["chat_template_sha256"]
+    assert text_identity(make_tokenizer(template=None))["chat_template_sha256"] is None

@@ -43,7 +43,8 @@ _SIZES: dict[str, Any] = {
 
 def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model in float32: qwen3, llama, mistral (window 8), gemma2 (windows, capped
-    logits), lfm2 (convolutions) or kimi_linear (three KDA layers and one MLA layer)."""
+    logits), lfm2 (convolutions), kimi_linear (three KDA layers and one MLA layer) or k3_mini (the
+    same with Attention Residuals and K3's other parts)."""
     torch.manual_seed(seed)
     model = _BUILD[kind]({**_SIZES, **changes}).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -108,6 +109,34 @@ def _kimi_linear(sizes: dict[str, Any]) -> PreTrainedModel:
     return transformers.KimiLinearForCausalLM(config)
 
 
+def _k3_mini(sizes: dict[str, Any]) -> PreTrainedModel:
+    if not hasattr(transformers, "KimiLinearConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Kimi-Linear")
+    from sparksmith.verify.k3_mini import K3MiniConfig, K3MiniForCausalLM
+
+    depth = sizes["num_hidden_layers"]
+    config = K3MiniConfig(
+        **{**sizes, "num_key_value_heads": 4},
+        layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(depth)],
+        mlp_layer_types=["dense"] + ["sparse"] * (depth - 1),
+        attn_res_block_size=2,
+        routed_expert_hidden_size=16,
+        moe_intermediate_size=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=4,
+    )
+    return K3MiniForCausalLM(config)
+
+
 _BUILD = {
     "qwen3": _qwen3,
     "llama": _llama,
@@ -115,6 +144,7 @@ _BUILD = {
     "gemma2": _gemma2,
     "lfm2": _lfm2,
     "kimi_linear": _kimi_linear,
+    "k3_mini": _k3_mini,
 }
 
 

@@ -3,6 +3,8 @@
 Weights come from safetensors only, and code from a checkpoint runs only if its user says so.
 """
 
+import hashlib
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from sparksmith.draft.errors import UserError
+from sparksmith.verify.findings import TargetFacts
 from sparksmith.verify.packing import pack_linears
 from sparksmith.verify.target import TransformersTarget
 
@@ -34,6 +37,7 @@ def load_target(
     taps: Sequence[int] = (),
     trust_remote_code: bool = False,
     device: str = "cpu",
+    stream: str | None = None,
 ) -> tuple[TransformersTarget, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to decode.
 
@@ -51,7 +55,7 @@ def load_target(
     tokenizer = _tokenizer(name, trust_remote_code)
     if device == "cpu":
         pack_linears(model, fused=True)
-    target = TransformersTarget(model, taps)
+    target = TransformersTarget(model, taps, stream)
     if len(tokenizer) > target.vocab_size:
         raise UserError(
             "target",
@@ -82,6 +86,57 @@ def target_sizes(name_or_path: str | Path, trust_remote_code: bool = False) -> T
         hidden_size=int(config.hidden_size),
         vocab_size=int(config.vocab_size),
     )
+
+
+def text_facts(
+    name_or_path: str | Path,
+    called: str,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
+) -> TargetFacts:
+    """What checks compare a draft with: sizes of the configuration, words of the tokenizer."""
+    name = str(name_or_path)
+    config = _config(name, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    special = {
+        what: token
+        for what in ("bos", "eos", "pad")
+        if (token := getattr(tokenizer, f"{what}_token_id")) is not None
+    }
+    reserved = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return TargetFacts(
+        name=called,
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        max_length=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        is_k3=str(getattr(config, "model_type", "")) in ("kimi_k3", "k3_mini"),
+        special_tokens=special,
+        words=frozenset(tokenizer.get_vocab().values()) - reserved,
+        revision=getattr(config, "_commit_hash", None),
+        **text_identity(tokenizer),
+    )
+
+
+def text_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
+    """SHA-256 of the tokenizer (its vocabulary and rules) and of the chat template, if any.
+
+    Text rendered otherwise than in training lowers acceptance, and nothing else shows it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = (
+        json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    )
+    template = tokenizer.chat_template
+    rendered = template if template is None or isinstance(template, str) else json.dumps(template)
+    return {
+        "tokenizer_sha256": _sha256(words),
+        "chat_template_sha256": None if rendered is None else _sha256(rendered),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def render_prompt(
@@ -164,6 +219,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    _know_k3_mini(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
@@ -182,6 +238,22 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
             name,
             f"is not a model this transformers knows ({_first_line(error)})",
             "Upgrade transformers, or use another model.",
+        ) from None
+
+
+def _know_k3_mini(name: str) -> None:
+    """Register our own architecture where a checkpoint needs it; others do without the import."""
+    path = Path(name) / "config.json"
+    if not path.is_file() or '"k3_mini"' not in path.read_text(encoding="utf-8"):
+        return
+    try:
+        import sparksmith.verify.k3_mini  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "target",
+            name,
+            f"needs transformers' Kimi-Linear, which is not in this version ({error})",
+            "Upgrade transformers.",
         ) from None
 
 

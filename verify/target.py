@@ -53,10 +53,35 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return stacks[0]
 
 
+def streams_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """What "the output of a layer" can mean in this model, the engines' default first."""
+    streams: tuple[str, ...] = getattr(model.get_decoder(), "streams", ("residual",))
+    return streams
+
+
+def tap_modules(model: PreTrainedModel, stream: str | None) -> tuple[str, Sequence[nn.Module]]:
+    """The stream, by default the model's first, and for each layer the module whose output it is.
+
+    Raises UserError for a stream that the model does not have.
+    """
+    streams = streams_of(model)
+    chosen = streams[0] if stream is None else stream
+    if chosen not in streams:
+        raise UserError(
+            "stream",
+            chosen,
+            f"is not one that {type(model).__name__} has",
+            f"Use {' or '.join(streams)}.",
+        )
+    if streams == ("residual",):
+        return chosen, list(decoder_layers(model))
+    return chosen, model.get_decoder().tap_modules(chosen)
+
+
 class TapRecorder:
     """Keeps the outputs of some layers of the last pass, and no others' hidden states."""
 
-    def __init__(self, layers: nn.ModuleList, taps: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], taps: Sequence[int]) -> None:
         self.taps = tuple(taps)
         self._outputs: dict[int, Tensor] = {}
         for tap in self.taps:
@@ -94,14 +119,21 @@ def check_taps(taps: Sequence[int], num_layers: int) -> None:
 
 
 class TransformersTarget:
-    """A causal language model of transformers as the target of speculative decoding."""
+    """A causal language model of transformers as the target of speculative decoding.
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int] = ()) -> None:
+    `stream` says which output of a layer is tapped, where a model has several (K3's Attention
+    Residuals: `prefix_sum` or `attn_res_mixture`); None is the model's, and the engines', default.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, taps: Sequence[int] = (), stream: str | None = None
+    ) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         self.num_layers: int = self.config.num_hidden_layers
         check_taps(taps, self.num_layers)
-        self.recorder = TapRecorder(decoder_layers(model), taps)
+        self.stream, modules = tap_modules(model, stream)
+        self.recorder = TapRecorder(modules, taps)
         self.vocab_size = int(self.head_weight.shape[0])
         self.hidden_size = int(self.head_weight.shape[1])
         self.max_length = int(getattr(self.config, "max_position_embeddings", None) or 1 << 20)

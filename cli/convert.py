@@ -1,0 +1,76 @@
+"""`sparksmith convert`: a draft from any public layout to any other."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparksmith.draft.errors import UserError
+
+if TYPE_CHECKING:
+    from sparksmith.draft.config import DSparkConfig
+    from sparksmith.draft.convert import TargetRows
+
+EXAMPLE = "sparksmith convert runs/draft/best runs/served --to speculators"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a draft, any layout.")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="New or empty folder.")],
+    to: Annotated[str, typer.Option("--to", help="vllm, k3, speculators, deepspec or specforge.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The target, where a layout ships its embedding or head, or names it. Only these "
+            "tensors are read of it."
+        ),
+    ] = None,
+) -> None:
+    """Write a draft in another layout: the same tensors, bit for bit, under its names and keys.
+
+    What the layout cannot express is refused, and then nothing is written.
+    """
+    from sparksmith.cli.export import check_empty
+    from sparksmith.draft.checkpoint import open_draft
+    from sparksmith.draft.convert import convert_draft, needed_rows
+    from sparksmith.draft.layouts import LAYOUTS, check_layout
+
+    if to not in LAYOUTS:
+        raise UserError("--to", to, "is no layout", f"Use one of {', '.join(LAYOUTS)}.")
+    check_empty(out)
+    opened = open_draft(source)
+    check_layout(opened.config, to)
+    rows = None
+    if target is not None and needed_rows(opened, to):
+        rows = _rows(target, opened.config)
+    done = convert_draft(source, out, to, rows=rows, target=target)
+    for assumption in done.assumed:
+        print(f"assumed: {assumption}")
+    taps = ",".join(map(str, opened.config.target_layer_ids))
+    form = "" if opened.config.sample_from_anchor else ", fill-in"
+    print(
+        f"{done.source} -> {done.layout}: {out}, {opened.config.num_hidden_layers} layers, taps "
+        f"{taps}, drafts {opened.config.num_drafts}{form}"
+        + (f", with {' and '.join(done.shipped)}" if done.shipped else "")
+    )
+    if to == "speculators" and not (target or done.manifest.target.name):
+        print("no target is named: `vllm serve DST` needs one; give --target ORG/NAME")
+
+
+def _rows(target: str, config: "DSparkConfig") -> "TargetRows":
+    from sparksmith.cli.target import resolve
+    from sparksmith.draft.convert import TargetRows
+    from sparksmith.verify.head_tensors import read_head_tensors
+
+    found = read_head_tensors(resolve(target))
+    shape = (config.vocab_size, config.hidden_size)
+    for name, tensor in (("embedding", found.embed), ("head", found.head)):
+        if tuple(tensor.shape) != shape:
+            raise UserError(
+                "--target",
+                target,
+                f"has an {name} of {list(tensor.shape)}, and the draft needs {list(shape)}",
+                "Name the target that the draft was trained for.",
+            )
+    print(f"read {found.bytes_read / 1e6:,.1f} MB of {target}: {', '.join(found.names)}")
+    return TargetRows(embed=found.embed, head=found.head)
