@@ -8,6 +8,7 @@ trained; nothing about quality or speed follows for K3.
 Shapes: B sequences, S positions, H width, J vectors that a mixture weighs.
 """
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,11 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 )
 
 MODEL_TYPE = "k3_mini"
+
+# transformers renamed the cache's keyword after 5.20, in every function at once.
+_RENAMED = "cache" in inspect.signature(create_causal_mask).parameters
+_CACHE = "cache" if _RENAMED else "past_key_values"
+_KDA_CACHE = "cache" if _RENAMED else "cache_params"
 
 
 class K3MiniConfig(KimiLinearConfig):  # type: ignore[misc]  # transformers is untyped
@@ -179,9 +185,11 @@ class K3MiniLayer(nn.Module):
             bank, running = [*bank, prefix], None
         x = self.input_layernorm(self.attention_residual(bank, running))
         if self.kind == "linear_attention":
-            attended = self.self_attn(x, cache_params=cache, attention_mask=mask, **kwargs)
+            kwargs[_KDA_CACHE] = cache
+            attended = self.self_attn(x, attention_mask=mask, **kwargs)
         else:
-            attended, _ = self.self_attn(x, attention_mask=mask, past_key_values=cache, **kwargs)
+            kwargs[_CACHE] = cache
+            attended, _ = self.self_attn(x, attention_mask=mask, **kwargs)
         running = attended if running is None else running + attended
         x = self.post_attention_layernorm(self.mlp_residual(bank, running))
         return running + self.mlp(x), bank
@@ -228,23 +236,25 @@ class K3MiniModel(K3MiniPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Cache | None]:
+        cache = past_key_values if cache is None else cache
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
             position_ids = position_ids + seen
         inputs = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            _CACHE: cache,
             "position_ids": position_ids,
         }
         masks = {
@@ -253,8 +263,8 @@ class K3MiniModel(K3MiniPreTrainedModel):
         }
         prefix, bank = inputs_embeds, list[Tensor]()
         for layer in self.decoder_layers:
-            prefix, bank = layer(prefix, bank, masks[layer.kind], past_key_values, **kwargs)
-        return self.norm(self.output_residual(bank, prefix)), past_key_values
+            prefix, bank = layer(prefix, bank, masks[layer.kind], cache, **kwargs)
+        return self.norm(self.output_residual(bank, prefix)), cache
 
 
 class K3MiniForCausalLM(K3MiniPreTrainedModel, KimiLinearForCausalLM):  # type: ignore[misc]
@@ -272,9 +282,13 @@ class K3MiniForCausalLM(K3MiniPreTrainedModel, KimiLinearForCausalLM):  # type: 
         input_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         labels: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        hidden, cache = self.model(input_ids=input_ids, **kwargs)
+        """Either name of the cache, whatever this transformers calls it."""
+        cache = past_key_values if cache is None else cache
+        hidden, cache = self.model(input_ids=input_ids, cache=cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept, :])
         loss = None
@@ -282,7 +296,7 @@ class K3MiniForCausalLM(K3MiniPreTrainedModel, KimiLinearForCausalLM):  # type: 
             loss = functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
             )
-        return MoeCausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return MoeCausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
 
 
 AutoConfig.register(MODEL_TYPE, K3MiniConfig, exist_ok=True)

@@ -146,7 +146,8 @@ def probe_alone(draft: DSparkDraft) -> list[Finding]:
     tokens = torch.arange(12, device=weight.device)[None] % config.vocab_size
     anchors = torch.tensor([[11]], device=weight.device)
     straight = draft.forward_blocks(features, tokens, anchors)[0, 0]
-    turned = features.flip(1)
+    turned = features.clone()
+    turned[:, :11] = features[:, :11].flip(1)  # what the block sees
     backwards = draft.forward_blocks(turned, tokens, anchors)[0, 0]
     found = []
     masked = straight[1:]
