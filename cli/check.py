@@ -10,14 +10,11 @@ import typer
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sparksmith.cli.target import OpenTarget, TargetChoice
     from sparksmith.verify.findings import Finding, TargetFacts
     from sparksmith.verify.probes import ProbeResult
 
 EXAMPLE = "sparksmith check runs/draft/best --target embedded"
-LEVELS = ("error", "warning", "note")
 PROBE_PROMPTS = 4
 PARITY = "parity"
 ALONE_BYTES = 1 << 30
@@ -63,6 +60,7 @@ def check(
     from sparksmith.cli.draft_choice import stream_of
     from sparksmith.cli.target import TargetChoice
     from sparksmith.draft.checkpoint import read_config
+    from sparksmith.verify.findings import worst_first
     from sparksmith.verify.inspection import findings, inspect
     from sparksmith.verify.serve_arguments import ServeArguments
 
@@ -81,12 +79,12 @@ def check(
         facts, opened = _facts(choice, taps if probe or parity else None)
     found = findings(inspect(draft, facts, serve))
     if opened is None and probe:
-        found = _sorted([*found, *_alone(draft)])
+        found = worst_first([*found, *_alone(draft)])
     if parity and opened is not None:
         found = [*_replay(draft, opened), *found]
     result = _probe(draft, opened) if opened is not None and probe else None
     if result is not None:
-        found = _sorted([*found, *result.findings])
+        found = worst_first([*found, *result.findings])
     if as_json:
         print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
     else:
@@ -158,10 +156,6 @@ def _probe(draft: Path, opened: "OpenTarget") -> "ProbeResult | None":
         return probe(opened.target, loaded, prompts)
 
 
-def _sorted(found: "Sequence[Finding]") -> "list[Finding]":
-    return sorted(found, key=lambda one: LEVELS.index(one.level))
-
-
 def _alone(draft: Path) -> "list[Finding]":
     """What a small draft shows without its target; nothing if it cannot be loaded."""
     from sparksmith.cli.draft_choice import load
@@ -214,6 +208,8 @@ def _as_json(draft: Path, found: "list[Finding]", result: "ProbeResult | None") 
 def _print(found: "list[Finding]", result: "ProbeResult | None", *, skipped: bool) -> None:
     from rich.console import Console
     from rich.text import Text
+
+    from sparksmith.verify.findings import LEVELS
 
     console = Console(highlight=False)
     colours = {"error": "bold red", "warning": "yellow", "note": "cyan"}

@@ -322,7 +322,7 @@ def tensor_names(subject: Subject) -> Iterator[Seen]:
             consequence="vLLM does not know fused projections in a file",
             remedy="Convert it: `sparksmith convert` takes them apart.",
         )
-    unknown = _read(subject)[1]
+    unknown = subject.tensors[1]
     if unknown:
         yield Seen(
             value=_list(unknown),
@@ -819,20 +819,8 @@ def dtypes(subject: Subject) -> Iterator[Seen]:
         )
 
 
-def _read(subject: Subject) -> tuple[dict[str, Piece], list[str]]:
-    """Tensors by the draft's own names, and unknown ones, as far as config.json lets one tell."""
-    try:
-        config = DSparkConfig.from_json_dict(subject.flat)
-    except UserError:
-        return {
-            own_name(name): Piece(name=name, start=0, stop=shape[0] if shape else 0)
-            for name, shape in subject.shapes.items()
-        }, []
-    return pieces(subject.shapes, own_shapes(config), config)
-
-
 def _found(subject: Subject) -> dict[str, Piece]:
-    return _read(subject)[0]
+    return subject.tensors[0]
 
 
 def _shape(subject: Subject, name: str) -> tuple[int, ...] | None:

@@ -6,17 +6,21 @@ way in which that has happened. The checks themselves are in `check_draft`, `che
 was seen, what happens at serving time, and what to do.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_args
 
-from sparksmith.draft.config import MLA_ARCHITECTURE
-from sparksmith.draft.layouts import Layout
+from sparksmith.draft.checkpoint import own_shapes
+from sparksmith.draft.config import MLA_ARCHITECTURE, DSparkConfig
+from sparksmith.draft.errors import UserError
+from sparksmith.draft.layouts import Layout, Piece, own_name, pieces
 from sparksmith.draft.manifest import Manifest
 from sparksmith.verify.serve_arguments import ServeArguments
 
 Level = Literal["error", "warning", "note"]
 """An error breaks or ruins serving; a warning may; a note is worth knowing."""
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,19 @@ class Subject:
     target: TargetFacts | None = None
     serve: ServeArguments | None = None
 
+    @cached_property
+    def tensors(self) -> tuple[dict[str, Piece], list[str]]:
+        """Tensors by the draft's own names, and unknown ones, as far as config.json lets one
+        tell: read once for all checks."""
+        try:
+            config = DSparkConfig.from_json_dict(self.flat)
+        except UserError:
+            return {
+                own_name(name): Piece(name=name, start=0, stop=shape[0] if shape else 0)
+                for name, shape in self.shapes.items()
+            }, []
+        return pieces(self.shapes, own_shapes(config), config)
+
     @property
     def latent(self) -> bool:
         return self.flat.get("architectures") == [MLA_ARCHITECTURE]
@@ -104,7 +121,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row of the table; `row` is where the fault was described first."""
+    """One row of the table."""
 
     id: str
     level: Level
@@ -144,3 +161,8 @@ class Checks:
             return run
 
         return register
+
+
+def worst_first(found: Iterable[Finding]) -> list[Finding]:
+    """Errors, then warnings, then notes."""
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))

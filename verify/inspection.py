@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from sparksmith.draft.checkpoint import (
@@ -19,7 +20,7 @@ from sparksmith.draft.manifest import Manifest, read_manifest
 from sparksmith.draft.vocabulary import target_ids_of
 from sparksmith.verify.check_draft import DRAFT_CHECKS
 from sparksmith.verify.check_serving import SERVING_CHECKS
-from sparksmith.verify.findings import Check, Finding, Subject, TargetFacts
+from sparksmith.verify.findings import Check, Finding, Subject, TargetFacts, worst_first
 from sparksmith.verify.serve_arguments import ServeArguments
 
 CHECKS: Mapping[str, Check] = {**DRAFT_CHECKS.by_id, **SERVING_CHECKS.by_id}
@@ -61,9 +62,7 @@ def inspect(
 
 def findings(subject: Subject) -> list[Finding]:
     """What all checks find, errors first."""
-    order = ("error", "warning", "note")
-    found = [finding for check in CHECKS.values() for finding in check.findings(subject)]
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return worst_first(f for check in CHECKS.values() for f in check.findings(subject))
 
 
 def _manifest(
@@ -73,8 +72,6 @@ def _manifest(
     offsets: tuple[int, ...] | None,
 ) -> Manifest | None:
     """The manifest, if it and the draft can be read; a map that is broken is another check's."""
-    import torch
-
     try:
         config = DSparkConfig.from_json_dict(flat)
     except UserError:

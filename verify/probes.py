@@ -7,7 +7,7 @@ of another place, a sound draft is worse.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ _CHANCE = 2.0
 """An acceptance below this many times that of features from elsewhere is chance."""
 
 STORIES = {
+    "parity": "A draft recorded in one installation and replayed in another, stage by stage: the "
+    "first stage that differs is the one that is wrong, for each starts from what was recorded.",
     "probe-slots": "The masked slots of a block differ only in their positions. A draft without "
     "positions gives the same hidden state in all of them: it drafts one word, over and over.",
     "probe-order": "Without positions in its keys a draft sees the context as a bag of words: the "
@@ -129,7 +131,7 @@ def probe(
         accepted_elsewhere=_mean(elsewhere) if elsewhere else float("nan"),
         findings=(),
     )
-    return ProbeResult(**{**vars(result), "findings": tuple(_findings(draft, result))})
+    return replace(result, findings=tuple(_findings(draft, result)))
 
 
 @torch.inference_mode()
