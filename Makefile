@@ -9,10 +9,11 @@ BOOTSTRAP = $(PYTHON) tools/bootstrap.py --venv $(VENV)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    install, then distil, evaluate and report on a small real model"
-	@echo "make test    install, then run the tests"
-	@echo "make check   lint, types and tests"
-	@echo "make clean   remove what the other targets made here"
+	@echo "make demo       install, then distil, evaluate and report on a small real model"
+	@echo "make test       install, then run the tests"
+	@echo "make test-vllm  install vLLM for the CPU (3.5 GB), then run the tests that need it"
+	@echo "make check      lint, types and tests"
+	@echo "make clean      remove what the other targets made here"
 
 demo:
 	@$(BOOTSTRAP)
@@ -21,6 +22,10 @@ demo:
 test:
 	@$(BOOTSTRAP) --group test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-vllm:
+	@$(PYTHON) tools/vllm_environment.py --venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pytest -m vllm $(ARGS)
 
 check: lint types
 	@$(BOOTSTRAP) --group dev
@@ -34,7 +39,7 @@ lint:
 types: .typing
 	@$(BOOTSTRAP) --group dev
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy tools
+	MYPYPATH=tools $(VENV)/bin/mypy tools/*.py
 
 # A type checker cannot follow an editable install's import hook: the same mapping as links.
 .typing: Makefile
@@ -43,7 +48,7 @@ types: .typing
 	touch $@
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-vllm .typing build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find $(PACKAGES) tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types clean
+.PHONY: help demo test test-vllm check lint types clean

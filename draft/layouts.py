@@ -31,6 +31,14 @@ _NESTED = (
     "confidence_head_with_markov",
     "sample_from_anchor",
 )
+# Those that vLLM reads outside `dflash_config` alone.
+_OUTER = (
+    "block_size",
+    "sample_from_anchor",
+    "markov_rank",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 # Keys of SpecForge's dflash_config that say how it was trained, with the one value that fits.
 _TRAINING = {"attention_mode": "gqa", "projector_type": "dspark"}
 _TRAINING_FREE = frozenset({"confidence_head_alpha", "num_anchors", "loss_decay_gamma"})
@@ -185,13 +193,12 @@ def layout_config(config: DSparkConfig, layout: Layout, target: str | None) -> d
     if layout == "specforge":
         nested: dict[str, Any] = {**_TRAINING, **own}
         nested["causal"] = flat.pop("is_causal", False)
-        block_size = nested.pop("block_size")
-        return {
-            **flat,
-            "architectures": [_SPECFORGE],
-            "block_size": block_size,
-            "dflash_config": nested,
-        }
+        # SpecForge reads the nested keys and vLLM these outer ones. vLLM refuses a nested
+        # `sample_from_anchor` that is true, as of a DFlash draft.
+        outer = {key: nested[key] for key in _OUTER}
+        for key in ("block_size", "sample_from_anchor"):
+            del nested[key]
+        return {**flat, "architectures": [_SPECFORGE], **outer, "dflash_config": nested}
     layers = {
         key: value
         for key, value in flat.items()

@@ -49,6 +49,14 @@ def architecture(subject: Subject) -> Iterator[Seen]:
             )
         return
     if subject.layout == "specforge" and subject.values.get("model_type") == "qwen3":
+        if "markov_rank" not in subject.values:
+            yield Seen(
+                value=f"{names}, with markov_rank in dflash_config alone",
+                consequence="vLLM reads it as Qwen3DSparkModel, whose keys are outside, and stops "
+                "while it loads",
+                remedy="Convert it with `sparksmith convert --to vllm`.",
+            )
+            return
         yield Seen(
             value=names,
             consequence="vLLM reads it as Qwen3DSparkModel; other engines take it for a "
