@@ -39,6 +39,13 @@ def check(
         bool,
         typer.Option("--parity", help="Replay parity.safetensors (with --target) and compare."),
     ] = False,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="With --parity: a running vLLM that serves the draft, http://HOST:PORT."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The server's name of the target, if it serves several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     explain: Annotated[
         str | None, typer.Option(help="Tell the story behind a check; `all` lists them.")
@@ -65,8 +72,15 @@ def check(
     from sparksmith.verify.serve_arguments import ServeArguments
 
     serve = None if serve_args is None else ServeArguments.parse(serve_args)
-    if parity and target is None:
-        raise UserError("--target", None, "is needed for --parity", "Name the draft's target.")
+    if parity and target is None and endpoint is None:
+        raise UserError(
+            "--target",
+            None,
+            "is needed for --parity",
+            "Name the draft's target, or an engine with --endpoint.",
+        )
+    if endpoint is not None and not parity:
+        raise UserError("--endpoint", endpoint, "is for --parity", "Add --parity, or leave it out.")
     facts, opened = None, None
     if target is not None:
         taps = read_config(draft).target_layer_ids if parity else ()
@@ -82,6 +96,8 @@ def check(
         found = worst_first([*found, *_alone(draft)])
     if parity and opened is not None:
         found = [*_replay(draft, opened), *found]
+    if endpoint is not None:
+        found = [*_replay_engine(draft, opened, endpoint, model), *found]
     result = _probe(draft, opened) if opened is not None and probe else None
     if result is not None:
         found = worst_first([*found, *result.findings])
@@ -89,7 +105,7 @@ def check(
         print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
     else:
         if parity and not any(one.check == PARITY for one in found):
-            print("parity: every stage agrees with parity.safetensors")
+            print(f"parity: {_agreement(opened is not None, endpoint)}")
         _print(found, result, skipped=opened is not None and probe and result is None)
     return 1 if any(finding.level == "error" for finding in found) else 0
 
@@ -191,6 +207,54 @@ def _replay(draft: Path, opened: "OpenTarget") -> "list[Finding]":
         )
         for one in replay_parity(loaded, stored, opened.target)
     ]
+
+
+def _replay_engine(
+    draft: Path, opened: "OpenTarget | None", url: str, model: str | None
+) -> "list[Finding]":
+    """Where an engine's answers to the recorded prompts differ, as errors."""
+    from sparksmith.cli.draft_choice import bind_draft, load
+    from sparksmith.cli.progress import progress
+    from sparksmith.verify.endpoint import Endpoint, RequestError
+    from sparksmith.verify.engine_parity import compare_engine, serve_parity
+    from sparksmith.verify.findings import Finding
+    from sparksmith.verify.parity import read_parity
+
+    stored = read_parity(draft)
+    server = Endpoint(url, model=model)
+    facts = server.describe()
+    try:
+        with progress(f"ask {facts.engine} at {facts.url}"):
+            served = serve_parity(server, stored)
+    except RequestError as error:
+        raise UserError(
+            "--endpoint", facts.url, f"fails: {error}", "Look at the server's log."
+        ) from None
+    finally:
+        server.close()
+    loaded, target = None, None
+    if opened is not None:
+        loaded, target = load(str(draft)), opened.target
+        assert loaded is not None
+        bind_draft(loaded, target, str(draft))
+    hint = "" if opened is not None else " With --target, the fault that fits is looked for."
+    return [
+        Finding(
+            check=PARITY,
+            level="error",
+            value=f"text {one.text} first differs in its {one.stage}",
+            consequence=f"{facts.engine} at {facts.url} serves another draft than was recorded",
+            remedy=f"Look at {one.meaning}.{hint}",
+        )
+        for one in compare_engine(stored, served, loaded, target)
+    ]
+
+
+def _agreement(here: bool, endpoint: str | None) -> str:
+    parts = ["every stage agrees with parity.safetensors"] if here else []
+    if endpoint is not None:
+        parts.append(f"{endpoint} gives its text and accepts in every step what it says")
+    return "; ".join(parts)
 
 
 def _as_json(draft: Path, found: "list[Finding]", result: "ProbeResult | None") -> dict[str, Any]:

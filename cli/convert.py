@@ -25,11 +25,21 @@ def convert(
             "tensors are read of it."
         ),
     ] = None,
+    parity: Annotated[
+        bool,
+        typer.Option(
+            "--parity",
+            help="Run the draft beside the target (--target) and write parity.safetensors, for "
+            "`sparksmith check --parity`. A source's own is copied without this.",
+        ),
+    ] = False,
 ) -> None:
     """Write a draft in another layout: the same tensors, bit for bit, under its names and keys.
 
     What the layout cannot express is refused, and then nothing is written.
     """
+    if parity and target is None:
+        raise UserError("--target", None, "is needed for --parity", "Name the draft's target.")
     from sparksmith.cli.export import check_empty
     from sparksmith.draft.checkpoint import open_draft
     from sparksmith.draft.convert import convert_draft, needed_rows
@@ -53,8 +63,34 @@ def convert(
         f"{taps}, drafts {opened.config.num_drafts}{form}"
         + (f", with {' and '.join(done.shipped)}" if done.shipped else "")
     )
+    if parity and target is not None:
+        _record(out, target)
     if to == "speculators" and not (target or done.manifest.target.name):
         print("no target is named: `vllm serve DST` needs one; give --target ORG/NAME")
+
+
+def _record(draft: Path, target: str) -> None:
+    """parity.safetensors of the converted draft, on two of the packaged prompts."""
+    from sparksmith.cli.draft_choice import bind_draft, load, stream_of
+    from sparksmith.cli.progress import progress
+    from sparksmith.cli.target import TargetChoice, open_target
+    from sparksmith.eval.prompt_sets import load_workloads
+    from sparksmith.verify.loading import render_prompt
+    from sparksmith.verify.parity import record_parity, texts_of, write_parity
+
+    loaded = load(str(draft))
+    assert loaded is not None
+    choice = TargetChoice(name=target, dtype="float32", stream=stream_of(str(draft)))
+    opened = open_target(choice, taps=loaded.config.target_layer_ids, identify=False)
+    bind_draft(loaded, opened.target, str(draft))
+    prompts = [
+        render_prompt(opened.tokenizer, prompt.messages)
+        for prompt in load_workloads(["code", "creative"], limit=1)
+    ]
+    with progress("run the draft beside the target"):
+        texts, accepted = texts_of(opened.target, loaded, prompts)
+        path = write_parity(record_parity(loaded, texts, accepted), draft)
+    print(f"written: {path}")
 
 
 def _rows(target: str, config: "DSparkConfig") -> "TargetRows":

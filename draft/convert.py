@@ -19,7 +19,8 @@ from sparksmith.draft.layouts import EMBED, HEAD, KEPT, OFFSETS, Layout, check_l
 from sparksmith.draft.manifest import Manifest, read_manifest, write_manifest
 from sparksmith.draft.vocabulary import target_ids_of
 
-PARITY_FILE = "parity.safetensors"
+PARITY_FILE = "parity/parity.safetensors"
+"""In a folder of its own: engines load every safetensors file beside the weights as weights."""
 """See `verify.parity`."""
 
 
@@ -95,6 +96,7 @@ def convert_draft(
         write_manifest(manifest, out)
     if (source / PARITY_FILE).is_file():
         # What the draft computes does not depend on the layout.
+        (out / PARITY_FILE).parent.mkdir()
         with replacing(out / PARITY_FILE) as temporary:
             shutil.copyfile(source / PARITY_FILE, temporary)
     return Conversion(

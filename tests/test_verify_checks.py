@@ -236,6 +236,14 @@ def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**tensors, "layers.0.mlp.gate_up_proj.weight": torch.cat((gate, up))}
 
 
+def test_another_file_of_tensors_beside_the_weights(tmp_path: Path) -> None:
+    folder = sound(tmp_path / "draft")
+    save_file({"step": torch.ones(1)}, folder / "optimizer.safetensors")
+    (finding,) = found(folder)
+    assert (finding.check, finding.level) == ("weight-files", "error")
+    assert "optimizer.safetensors" in finding.value
+
+
 REDUCED = {"draft_vocab_size": 20}
 TENSORS: list[tuple[str, str, dict[str, Any], Any]] = [
     ("tensors", "error", {}, without("markov_head.markov_w2.weight")),
@@ -405,7 +413,7 @@ def test_a_broken_speculators_config(check: str, level: str, change: Break, tmp_
 
 def test_every_check_is_broken_somewhere_above() -> None:
     tried = {row[0] for row in (*CONFIGS, *TENSORS, *LINES, *SPECULATORS)}
-    alone = {"draft-logits", "trained-for", "last-block-taps"}
+    alone = {"draft-logits", "trained-for", "last-block-taps", "weight-files"}
     assert set(CHECKS) == tried | alone
 
 

@@ -12,7 +12,7 @@ from tiny_models import tiny_model, words
 from torch import Tensor
 
 from sparksmith.draft.checkpoint import load_draft, save_draft
-from sparksmith.draft.convert import convert_draft
+from sparksmith.draft.convert import PARITY_FILE, convert_draft
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.verify.parity import (
@@ -129,8 +129,9 @@ def test_another_target_and_another_loop() -> None:
 
 
 def test_a_missing_or_broken_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no parity\.safetensors"):
+    with pytest.raises(UserError, match=r"has no parity/parity\.safetensors"):
         read_parity(tmp_path)
-    (tmp_path / "parity.safetensors").write_bytes(b"123")
+    (tmp_path / PARITY_FILE).parent.mkdir()
+    (tmp_path / PARITY_FILE).write_bytes(b"123")
     with pytest.raises(UserError, match="cannot be read"):
         read_parity(tmp_path)

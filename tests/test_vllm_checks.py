@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from vllm_drafts import (
     GQA,
@@ -29,7 +30,7 @@ from vllm_engine import (
     in_vllm,
     served_alone,
 )
-from vllm_k3_draft import attempted_loads
+from vllm_k3_draft import attempted_loads, loaded
 
 from sparksmith.draft.convert import convert_draft
 from sparksmith.draft.rotary import Yarn
@@ -276,6 +277,16 @@ def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 NOTHING: Change = lambda values: None  # noqa: E731
 SAME: Tensors = lambda tensors: tensors  # noqa: E731
 REDUCED = {"draft_vocab_size": 6}
+
+
+def test_another_file_of_tensors_is_loaded_as_weights(target: Path, tmp_path: Path) -> None:
+    save_random_draft(tmp_path / "draft")
+    save_file({"step": torch.ones(1)}, tmp_path / "draft" / "optimizer.safetensors")
+    assert errors(tmp_path / "draft", speculative(tmp_path / "draft")) == {"weight-files"}
+    with pytest.raises(RefusedError, match="step"):
+        in_vllm(loaded, target, speculative(tmp_path / "draft"))
+
+
 LOADS: list[tuple[str, Mapping[str, Any], dict[str, Any], Change, Tensors, str | None]] = [
     ("num-target-layers", MLA, {}, put(num_target_layers=93), SAME, "num_target_layers"),
     ("num-target-layers", MLA, {}, drop("num_target_layers"), SAME, "num_target_layers"),
@@ -456,7 +467,7 @@ UNSEEN = {
 
 def test_every_error_is_tried_in_vllm_or_cannot_be() -> None:
     tried = {row[0] for row in (*CONFIGS, *LINES, *LOADS, *RUNS)}
-    alone = {"dynamic-tokens", "tap-offset", "verifier-name", "v2-runner"}
+    alone = {"dynamic-tokens", "tap-offset", "verifier-name", "v2-runner", "weight-files"}
     wrong = {identifier for identifier, check in CHECKS.items() if check.level == "error"}
     assert wrong <= tried | alone | set(UNSEEN)
     assert not set(UNSEEN) & tried

@@ -9,6 +9,7 @@ import torch
 from draft_models import tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from tiny_targets import MASK, VOCABULARY, save_tiny_target
 from torch import Tensor
 
 from sparksmith.draft.checkpoint import export_draft
@@ -95,9 +96,36 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
     """Change the weights in place."""
     path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path)
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
 def speculative(folder: Path, num_tokens: int | None = 4, **more: Any) -> dict[str, Any]:
     made = {"method": "dspark", "model": str(folder), "num_speculative_tokens": num_tokens, **more}
     return {key: value for key, value in made.items() if value is not None}
+
+
+def save_speaking_target(folder: Path) -> Path:
+    """A target with a tokenizer and a chat template, which says twelve words alone."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_tiny_target(folder, "llama", **sizes)
+
+    def silence(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        head = tensors["lm_head.weight"].clone()
+        kept = torch.arange(100, 100 + WORDS)
+        silent = torch.ones(len(head), dtype=torch.bool)
+        silent[kept] = False
+        head[silent] = 0.0
+        return {**tensors, "lm_head.weight": head}
+
+    edit_tensors(folder, silence)
+    return folder
+
+
+SPEAKING: dict[str, Any] = {
+    **GQA,
+    "vocab_size": VOCABULARY,
+    "draft_vocab_size": VOCABULARY,
+    "mask_token_id": MASK,
+    "max_position_embeddings": 512,
+}
+"""A draft for it."""

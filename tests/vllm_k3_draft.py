@@ -25,7 +25,8 @@ def loaded(target: Path, speculative: Mapping[str, Any]) -> Arrays:
     """The parameters of the draft that vLLM builds and loads, and its `rotary` table."""
     model = load(target, speculative)
     made = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    return {**made, "rotary": model.model.layers[0].self_attn.rotary_emb.cos_sin_cache.numpy()}
+    rotary = model.model.layers[0].self_attn.rotary_emb
+    return {**made, "rotary": rotary.cos_sin_cache.detach().numpy()}
 
 
 def attempted_loads(

@@ -34,9 +34,11 @@ _PREFIXES = ("model.", "draft_model.")
 
 @check("architecture", "error", "the architecture is one that engines know")
 def architecture(subject: Subject) -> Iterator[Seen]:
-    """vLLM chooses the draft's code by `architectures`. A name that is nearly right is not refused:
-    K3DSparkForCausalLM, or DSparkDraftModel without model_type qwen3, is rewritten to a
-    DeepSeek-V4 draft with the target's quantisation, and fails far from the cause.
+    """vLLM chooses the draft's code by `architectures`. A name nearly right may be replaced:
+    DSparkDraftModel without model_type qwen3 becomes a DeepSeek-V4 draft with the target's
+    quantisation, and fails far from the cause; K3DSparkForCausalLM is not known. SpecForge's
+    DSparkDraftModel is read as Qwen3DSparkModel, whose keys vLLM does not look for in
+    dflash_config.
     """
     names = subject.values.get("architectures")
     if subject.layout == "speculators":
@@ -279,9 +281,9 @@ def vocab_size(subject: Subject) -> Iterator[Seen]:
 
 @check("tensors", "error", "every tensor is there, whole, and of the right shape")
 def tensors(subject: Subject) -> Iterator[Seen]:
-    """vLLM's Qwen3 loader does not check for missing weights at all, and its K3 loader not for half
-    of a fused pair (up without gate, one layer's kv_a). The draft then runs with whatever was in
-    memory: it proposes noise, and nothing says so.
+    """vLLM's Qwen3 loader does not check for missing weights at all; its K3 loader misses a norm,
+    but no linear layer (0.32), and not half of a fused pair (up without gate, one layer's kv_a).
+    The draft then runs with whatever was in memory: it proposes noise, and nothing says so.
     """
     try:
         config = DSparkConfig.from_json_dict(subject.flat)
@@ -336,6 +338,20 @@ def tensor_names(subject: Subject) -> Iterator[Seen]:
             value=_list(unknown),
             consequence='vLLM stops: "There is no module or parameter named ..."',
             remedy="Remove them, if the draft does without.",
+        )
+
+
+@check("weight-files", "error", "the folder holds the draft's weights and no others")
+def weight_files(subject: Subject) -> Iterator[Seen]:
+    """Without an index, vLLM loads every *.safetensors file of the folder as weights of the draft:
+    an optimizer's state or a record of tensors beside model.safetensors ends the server with a name
+    that it does not know.
+    """
+    if subject.stray:
+        yield Seen(
+            value=_list(subject.stray),
+            consequence="vLLM reads their tensors as the draft's and refuses the first",
+            remedy="Move them out of the folder.",
         )
 
 

@@ -69,6 +69,8 @@ class Subject:
     shapes: Mapping[str, tuple[int, ...]]
     offsets: tuple[int, ...] | None = None
     dtypes: frozenset[str] = frozenset()
+    stray: tuple[str, ...] = ()
+    """Other safetensors files beside the weights, which engines would load with them."""
     manifest: Manifest | None = None
     target: TargetFacts | None = None
     serve: ServeArguments | None = None

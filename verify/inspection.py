@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from sparksmith.draft.checkpoint import (
     CONFIG_FILE,
+    INDEX_FILE,
     own_shapes,
     read_object,
     tensor_shapes,
@@ -54,10 +55,18 @@ def inspect(
         shapes=shapes,
         offsets=offsets,
         dtypes=frozenset(dtypes),
+        stray=_stray(folder, set(files.values())),
         manifest=_manifest(folder, reading.values, shapes, offsets),
         target=target,
         serve=serve,
     )
+
+
+def _stray(folder: Path, read: set[Path]) -> tuple[str, ...]:
+    """An index names the files that are loaded; without one it is all there are."""
+    if (folder / INDEX_FILE).is_file():
+        return ()
+    return tuple(sorted(p.name for p in folder.glob("*.safetensors") if p not in read))
 
 
 def findings(subject: Subject) -> list[Finding]:

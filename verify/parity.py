@@ -1,4 +1,5 @@
-"""parity.safetensors: what a draft computes, kept beside it, so that any installation can compare.
+"""parity/parity.safetensors: what a draft computes, kept with it, so that any installation can
+compare.
 
 A few texts with the target's features, and what the draft made of them stage by stage. A replay
 starts each stage from what is stored, so the first stage that differs is the one that is wrong:
@@ -94,8 +95,9 @@ def texts_of(
 
 
 def write_parity(stored: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write parity.safetensors beside the draft in `folder`, atomically."""
+    """Write the record into the folder of the draft, atomically."""
     path = folder / PARITY_FILE
+    path.parent.mkdir(exist_ok=True)
     with replacing(path) as temporary:
         save_file(dict(stored), temporary, metadata={"format": "pt"})
     return path
