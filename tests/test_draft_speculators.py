@@ -31,7 +31,7 @@ def bound(folder: Path, reference: dict[str, Tensor]) -> DSparkDraft:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_computes_what_speculators_computed(form: str) -> None:
-    reference = load_file(SAVED / form / "reference.safetensors")
+    reference = load_file(SAVED / f"{form}.reference.safetensors")
     draft = bound(SAVED / form, reference)
     previous = reference["previous"]
     with torch.inference_mode():

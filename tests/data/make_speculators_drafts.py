@@ -29,7 +29,8 @@ def main(target: str, out: Path) -> None:
         reference = computed(draft)
         draft.config.speculators_config.verifier.name_or_path = "org/target"
         draft.save_pretrained(out / name)
-        save_file(reference, out / name / "reference.safetensors")
+        # Beside the folder: within it, engines would take it for weights.
+        save_file(reference, out / f"{name}.reference.safetensors")
 
 
 def make(target: str, draft_vocab_size: int, sample_from_anchor: bool) -> DSparkDraftModel:
