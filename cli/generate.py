@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from sparksmith.cli.endpoint import EndpointChoice, EndpointModel, EndpointUrl
 from sparksmith.cli.prompt_source import DEFAULT_COUNT, PromptSource
 from sparksmith.cli.target import (
     Device,
     Dtype,
     TargetChoice,
-    TargetName,
     Threads,
     TrustRemoteCode,
 )
@@ -27,13 +27,22 @@ if TYPE_CHECKING:
 
 EXAMPLE = "sparksmith generate --count 2000 --out runs/responses"
 PROMPTS, SAMPLING, OUTPUT = "Prompts (the packaged ones by default)", "Sampling", "Output"
+SERVER = "Server"
 
 
 def generate(
     out: Annotated[
         Path, typer.Option(help="Folder for the shards and run.json.", rich_help_panel=OUTPUT)
     ],
-    target: TargetName = "embedded",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A transformers folder, a name on the Hub, `embedded` or `k3-mini`; with "
+            "--endpoint only its tokenizer is used, and only where the server tells no token ids.",
+            show_default="embedded",
+            rich_help_panel="Target",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -85,29 +94,98 @@ def generate(
         int, typer.Option(help="Responses in a shard.", rich_help_panel=OUTPUT)
     ] = 2000,
     batch_size: Annotated[
-        int, typer.Option(help="Responses under way at once.", rich_help_panel=SAMPLING)
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Responses under way at once (default: 64; 16 with --endpoint).",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    endpoint: EndpointUrl = None,
+    model: EndpointModel = None,
+    stream: Annotated[
+        bool, typer.Option(help="Ask for streamed answers.", rich_help_panel=SERVER)
+    ] = False,
+    thinking: Annotated[
+        str | None,
+        typer.Option(help="K3's thinking mode: off, on, low, high or max.", rich_help_panel=SERVER),
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(help="A JSON object put into every request.", rich_help_panel=SERVER),
+    ] = None,
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(help="Stop before more tokens than this.", rich_help_panel=SERVER),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Stop before it costs more dollars.", rich_help_panel=SERVER),
+    ] = None,
+    price_prompt: Annotated[
+        float,
+        typer.Option(help="Dollars for a million prompt tokens.", rich_help_panel=SERVER),
+    ] = 0.0,
+    price_answer: Annotated[
+        float,
+        typer.Option(help="Dollars for a million answer tokens.", rich_help_panel=SERVER),
+    ] = 0.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte.", rich_help_panel=SERVER)
+    ] = 600.0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
     trust_remote_code: TrustRemoteCode = False,
-) -> None:
+) -> int:
     """Let the target answer prompts; a draft learns from the answers.
+
+    The target runs here, or on a server (--endpoint URL) that speaks OpenAI's API; the server's
+    key is taken from SPARKSMITH_API_KEY.
 
     Stop it at any moment: the same command goes on where it was.
 
     A larger --count adds to what is there.
+
+    Exit code 1 when a server kept failing some requests.
     """
     from sparksmith.distill.generation import GenerationSettings
     from sparksmith.draft.sampling import Sampling
 
     check_at_least_one(count=count, max_new_tokens=max_new_tokens, batch_size=batch_size)
     check_at_least_one(rows_per_shard=rows_per_shard, max_prompt_tokens=max_prompt_tokens)
+    check_at_least_one(budget_tokens=budget_tokens)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     source = PromptSource(prompts=prompts, dataset=dataset, count=count, mix=mix, seed=seed)
+    shards = ShardChoice(
+        folder=out, shard_format=parse_format(shard_format), rows_per_shard=rows_per_shard
+    )
+    if endpoint is not None:
+        from sparksmith.cli import generate_endpoint as server
+
+        return server.run(
+            EndpointChoice(url=endpoint, model=model, timeout=timeout),
+            source,
+            server.Asking(
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                concurrency=batch_size or 16,
+                seed=seed,
+                stream=stream,
+                extra=server.parse_extra(extra_body, thinking),
+                budget=server.parse_budget(budget_tokens, budget, price_prompt, price_answer),
+            ),
+            shards,
+            tokenizer_of=target,
+        )
+    given: dict[str, object] = {"--model": model, "--thinking": thinking}
+    given["--extra-body"] = extra_body
+    given |= {"--budget": budget, "--budget-tokens": budget_tokens}
+    for option, value in given.items():
+        if value is not None:
+            raise UserError(option, value, "is for a server", "Add --endpoint URL.")
     run(
         TargetChoice(
-            name=target,
+            name=target or "embedded",
             dtype=dtype,
             device=device,
             threads=threads,
@@ -115,13 +193,15 @@ def generate(
         ),
         source,
         GenerationSettings(
-            sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size or 64,
+            seed=seed,
         ),
-        ShardChoice(
-            folder=out, shard_format=parse_format(shard_format), rows_per_shard=rows_per_shard
-        ),
+        shards,
         max_prompt_tokens=max_prompt_tokens,
     )
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

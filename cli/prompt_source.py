@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from sparksmith.verify.prompts import Prompt
+    from sparksmith.verify.prompts import Prompt, Turns
 
 DEFAULT_COUNT = 2000
 
@@ -28,11 +28,13 @@ class PromptSource:
         if self.mix and (self.prompts or self.dataset):
             raise UserError("--mix", self.mix, "is for the packaged prompts only", "Leave it out.")
 
-    def read(self) -> "list[Prompt]":
+    def read(self, *, whole: bool = False) -> "list[Prompt]":
+        """The prompts; `whole` keeps the later user turns of a file's conversations."""
         from sparksmith.distill import prompt_sources
 
         if self.prompts:
-            return prompt_sources.file_prompts(self.prompts, self.count)
+            turns: Turns = "whole" if whole else "first"
+            return prompt_sources.file_prompts(self.prompts, self.count, turns)
         count = self.count or DEFAULT_COUNT
         if self.dataset:
             return prompt_sources.dataset_prompts(

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparksmith.distill.prompts import compose
 from sparksmith.draft.errors import UserError
-from sparksmith.verify.prompts import Prompt, parse_row, read_prompts
+from sparksmith.verify.prompts import Prompt, Turns, parse_row, read_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ def packaged_prompts(count: int, *, seed: int, mix: Mapping[str, float] | None) 
     ]
 
 
-def file_prompts(path: Path, count: int | None) -> list[Prompt]:
+def file_prompts(path: Path, count: int | None, turns: Turns = "first") -> list[Prompt]:
     """The first `count` prompts of a JSON lines file (see `verify.prompts.read_prompts`)."""
-    return read_prompts(path, limit=count)
+    return read_prompts(path, turns=turns, limit=count)
 
 
 def dataset_prompts(source: DatasetColumn, count: int | None) -> list[Prompt]:

@@ -29,7 +29,8 @@ class ResponseRow:
 
     `prompt_ids` are `messages` in the target's chat template up to where the answer begins;
     `token_ids` are the answer, a stop token included. `finish_reason` is "stop" or "length".
-    `category` is the prompt's kind, None where its source has none.
+    `category` is the prompt's kind, None where its source has none. `reasoning` is the part of the
+    answer that a server tells apart from `text`; `token_ids` hold both.
     """
 
     request_id: str
@@ -39,9 +40,11 @@ class ResponseRow:
     token_ids: list[int]
     text: str
     finish_reason: str
+    reasoning: str = ""
 
 
 _FIELDS = frozenset(field.name for field in fields(ResponseRow))
+_OPTIONAL = frozenset({"reasoning"})
 SCHEMA = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),
@@ -55,6 +58,7 @@ SCHEMA = pa.schema(
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("text", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("reasoning", pa.string()),
     ]
 )
 
@@ -182,7 +186,7 @@ def read_shard(path: Path) -> Iterator[ResponseRow]:
         return
     try:
         for record in pq.read_table(path, schema=SCHEMA).to_pylist():
-            yield ResponseRow(**record)
+            yield ResponseRow(**{**record, "reasoning": record["reasoning"] or ""})
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, f"is not a Parquet file of responses ({error})") from error
 
@@ -213,7 +217,7 @@ def _parse(line: bytes) -> ResponseRow | None:
         record: Any = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(record, dict) or record.keys() != _FIELDS:
+    if not isinstance(record, dict) or record.keys() | _OPTIONAL != _FIELDS:
         return None
     return ResponseRow(**record)
 

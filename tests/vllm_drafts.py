@@ -111,7 +111,7 @@ def save_speaking_target(folder: Path) -> Path:
 
     def silence(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         head = tensors["lm_head.weight"].clone()
-        kept = torch.arange(100, 100 + WORDS)
+        kept = torch.arange(64, 64 + WORDS)  # the letters from a
         silent = torch.ones(len(head), dtype=torch.bool)
         silent[kept] = False
         head[silent] = 0.0

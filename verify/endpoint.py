@@ -142,7 +142,8 @@ class Endpoint:
             timeout=httpx.Timeout(timeout, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             transport=transport,
-            follow_redirects=True,
+            # To another host the key and the texts would go along.
+            follow_redirects=False,
         )
         self._knows_ids = True
         self._stopping = threading.Event()
@@ -172,6 +173,13 @@ class Endpoint:
                 self.url,
                 f"refuses the key (HTTP {answer.status_code})",
                 f"Put the server's key into {KEY_VARIABLES[0]}.",
+            )
+        if answer.is_redirect:
+            raise UserError(
+                "--endpoint",
+                self.url,
+                f"redirects to {answer.headers.get('location')}, which is not followed",
+                "Give that URL, if it is the server's.",
             )
         models = _models(answer)
         if models is None:
@@ -212,7 +220,7 @@ class Endpoint:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         for attempt in range(1, self._retries.attempts + 1):
             if self._knows_ids:
-                body["return_token_ids"] = True
+                body.setdefault("return_token_ids", True)
             else:
                 body.pop("return_token_ids", None)
             try:
@@ -298,6 +306,8 @@ def _raise_refusal(answer: httpx.Response, text: str) -> None:
     if answer.status_code == 200:
         return
     said = _message(text)
+    if answer.is_redirect:
+        said = f"redirects to {answer.headers.get('location')}; give that URL if it is yours"
     raise _Refusal(
         f"HTTP {answer.status_code}: {said}",
         transient=answer.status_code in _TRANSIENT,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from sparksmith.draft.errors import UserError
 
 Message = dict[str, str]
+Turns = Literal["first", "all", "whole"]
 
 # What the public files of SPEED-Bench hold where a source may not be redistributed.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
@@ -33,7 +34,8 @@ LAYOUTS = "messages, conversations, turns, prompt, question, problem, or text"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One conversation that ends with a user turn, for the target's chat template.
+    """One conversation that ends with a user turn, for the target's chat template; or, read as
+    "whole", its turns but the assistant's.
 
     `messages` are {"role", "content"} with roles system, user, assistant, tool; `category` is
     the row's own label (workload, category or subset), None where it has none.
@@ -54,9 +56,7 @@ class _BadRowError(ValueError):
         self.remedy = remedy
 
 
-def read_prompts(
-    path: Path, *, turns: Literal["first", "all"] = "first", limit: int | None = None
-) -> list[Prompt]:
+def read_prompts(path: Path, *, turns: Turns = "first", limit: int | None = None) -> list[Prompt]:
     """Read prompts from JSON lines; blank lines are skipped, rows of several layouts may mix.
 
     Layouts: {"messages": [{"role", "content"}]}, {"conversations": [{"from" | "role",
@@ -68,6 +68,8 @@ def read_prompts(
     `turns="first"` gives one prompt a row: everything up to its first user turn (with the system
     message; assistant turns before it are dropped). `turns="all"` gives one prompt a user turn,
     with the recorded replies before it; a row with several user turns and no replies is an error.
+    `turns="whole"` gives one prompt a row: all user turns without any reply, for a target that
+    answers each of them itself.
     `limit` stops after that many prompts.
 
     Raises UserError with file:line for a missing file, broken JSON, an unknown layout, an empty
@@ -135,9 +137,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def parse_row(
-    row: dict[str, Any], *, default_id: str, turns: Literal["first", "all"] = "first"
-) -> list[Prompt]:
+def parse_row(row: dict[str, Any], *, default_id: str, turns: Turns = "first") -> list[Prompt]:
     """The prompts of one row (see `read_prompts`); raises ValueError saying what is wrong."""
     messages = _messages(row)
     for message in messages:
@@ -149,6 +149,12 @@ def parse_row(
             )
     prompt_id = next((str(row[f]) for f in ID_FIELDS if row.get(f) is not None), default_id)
     category = next((str(row[f]) for f in CATEGORY_FIELDS if row.get(f)), None)
+    if turns == "whole":
+        cut = _cuts(messages, "first")[0]
+        asked = [m for m in messages if m["role"] != "assistant"]
+        last = max(i for i, message in enumerate(asked) if message["role"] == "user")
+        kept = tuple(_prefix(asked, max(cut, last)))
+        return [Prompt(prompt_id=prompt_id, messages=kept, category=category)]
     cuts = _cuts(messages, turns)
     return [
         Prompt(
