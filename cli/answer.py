@@ -13,8 +13,8 @@ from rich.text import Text
 
 _REPLACEMENT = "\ufffd"
 # What a model writes must not steer the terminal: control characters become their pictures.
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_PICTURES |= {127: chr(0x2421)} | dict.fromkeys(range(128, 160), _REPLACEMENT)
+PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+PICTURES |= {127: chr(0x2421)} | dict.fromkeys(range(128, 160), _REPLACEMENT)
 
 
 class Marks(enum.StrEnum):
@@ -31,7 +31,7 @@ LEGENDS = {
     Marks.UNDERLINE: "[underline]underlined: drafted and accepted[/]; plain: the target's own",
     Marks.BRACKETS: r"\[in brackets]: drafted and accepted; plain: the target's own",
 }
-_STYLES = {Marks.COLOR: "green", Marks.UNDERLINE: "underline"}
+STYLES = {Marks.COLOR: "green", Marks.UNDERLINE: "underline"}
 
 
 def marks_for(console: Console) -> Marks:
@@ -109,12 +109,12 @@ class AnswerPrinter:
             # A pipe gets every character as it is; rich would drop some.
             self._console.file.write(piece)
         else:
-            self._show(piece.translate(_PICTURES), drafted)
+            self._show(piece.translate(PICTURES), drafted)
         self._console.file.flush()
 
     def _show(self, piece: str, drafted: bool) -> None:
         if self._marks is Marks.BRACKETS and drafted != self._in_bracket:
             piece = ("[" if drafted else "]") + piece
             self._in_bracket = drafted
-        style = _STYLES.get(self._marks, "") if drafted else ""
+        style = STYLES.get(self._marks, "") if drafted else ""
         self._console.print(Text(piece, style=style), end="", soft_wrap=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparksmith.cli.answer import LEGENDS, AnswerPrinter, Marks, marks_for
+from sparksmith.cli.answer import LEGENDS, PICTURES, STYLES, AnswerPrinter, Marks, marks_for
 from sparksmith.cli.draft_choice import (
     DRAFT_TEMPERATURE,
     NGRAM,
@@ -22,13 +22,13 @@ from sparksmith.cli.draft_choice import (
     read_draft_config,
     stream_of,
 )
+from sparksmith.cli.endpoint import EndpointChoice, EndpointModel, EndpointUrl, open_endpoint
 from sparksmith.cli.errors import INTERRUPTED
 from sparksmith.cli.target import (
     Device,
     Dtype,
     OpenTarget,
     TargetChoice,
-    TargetName,
     Threads,
     TrustRemoteCode,
     open_target,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sparksmith.cli.evaluating import Drafting
     from sparksmith.draft.model import DSparkDraft
     from sparksmith.draft.proposal import Drafter
+    from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
     from sparksmith.verify.response import DecodeResult
 
@@ -51,7 +52,14 @@ def decode(
         str,
         typer.Option(help="Folder of a draft, `ngram` for prompt lookup, or `none` for neither."),
     ] = NGRAM,
-    target: TargetName = "embedded",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A transformers folder, a name on the Hub, `embedded` or `k3-mini`.",
+            show_default="embedded",
+            rich_help_panel="Target",
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy.", rich_help_panel=DECODING)
     ] = 0.7,
@@ -69,6 +77,8 @@ def decode(
         Marks | None,
         typer.Option(help="How drafted tokens are shown (default: as the terminal can)."),
     ] = None,
+    endpoint: EndpointUrl = None,
+    model: EndpointModel = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -83,6 +93,10 @@ def decode(
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
 
+    if endpoint is not None:
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        server = EndpointChoice(url=endpoint, model=model)
+        return stream_live(server, prompt, (sampling, max_new_tokens, seed), marks)
     config = read_draft_config(draft)
     settings = DecodeSettings(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
@@ -92,7 +106,7 @@ def decode(
     )
     drafting = drafting_of((draft_temperature, draft_top_p, min_survival), config, device)
     choice = TargetChoice(
-        name=target,
+        name=target or "embedded",
         dtype=dtype,
         device=device,
         threads=threads,
@@ -158,6 +172,57 @@ def stream(
     return INTERRUPTED if interrupted else 0
 
 
+def stream_live(
+    choice: EndpointChoice,
+    prompt: str,
+    how: "tuple[Sampling, int, int]",
+    marks: Marks | None,
+) -> int:
+    """The same from a running server: a piece of several tokens had drafted ones; the figures are
+    the server's own, by step."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from sparksmith.draft.errors import UserError
+    from sparksmith.eval.live import LiveSettings, live_result
+    from sparksmith.verify.endpoint import RequestError
+
+    out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    shown = marks or marks_for(out)
+    server, facts = open_endpoint(choice)
+    sampling, max_new_tokens, seed = how
+    settings = LiveSettings(sampling=sampling, max_new_tokens=max_new_tokens, seed=seed)
+    if shown is not Marks.NONE:
+        notes.print(f"{LEGENDS[shown]}; by pieces of {facts.engine} at {facts.url}")
+
+    def show(text: str, tokens: int) -> None:
+        if shown is Marks.NONE:
+            out.file.write(text)
+        else:
+            text = text.translate(PICTURES)
+            drafted = tokens > 1 and bool(text)
+            if drafted and shown is Marks.BRACKETS:
+                text = f"[{text}]"
+            style = STYLES.get(shown, "") if drafted else ""
+            out.print(Text(text, style=style), end="", soft_wrap=True)
+        out.file.flush()
+
+    start = time.perf_counter()
+    try:
+        result = live_result(server, prompt, settings, show)
+    except RequestError as error:
+        raise UserError("--endpoint", facts.url, f"fails: {error}", "Look at its log.") from None
+    except KeyboardInterrupt:
+        out.file.write("\n")
+        return INTERRUPTED
+    finally:
+        server.close()
+    out.file.write("\n")
+    out.file.flush()
+    notes.print(figures(result, time.perf_counter() - start), soft_wrap=True)
+    return 0
+
+
 def figures(result: "DecodeResult", seconds: float) -> str:
     """One line: tokens, steps, acceptance length with and without the bonus token, speed.
 
@@ -170,9 +235,10 @@ def figures(result: "DecodeResult", seconds: float) -> str:
     accepted = sum(result.accepted) / steps
     parts = [f"{count} tokens in {steps} steps ({result.finish_reason})"]
     if sum(result.drafted):
-        drafting = sum(result.draft_seconds) / max(result.decode_seconds, 1e-9)
         parts.append(f"acceptance length {1 + accepted:.2f} with the bonus, {accepted:.2f} without")
-        parts.append(f"drafting {drafting:.0%} of the time")
+        if result.draft_seconds:
+            drafting = sum(result.draft_seconds) / max(result.decode_seconds, 1e-9)
+            parts.append(f"drafting {drafting:.0%} of the time")
     parts.append(f"{(count - 1) / max(result.decode_seconds, 1e-9):.1f} tokens/s")
     parts.append(f"first token after {result.first_token_seconds:.2f} s")
     return "; ".join(parts)

@@ -22,12 +22,12 @@ from sparksmith.cli.draft_choice import (
     stream_of,
 )
 from sparksmith.cli.draft_choice import load as load
+from sparksmith.cli.endpoint import SERVER_PANEL, EndpointChoice, EndpointModel, EndpointUrl
 from sparksmith.cli.target import (
     Device,
     Dtype,
     OpenTarget,
     TargetChoice,
-    TargetName,
     Threads,
     TrustRemoteCode,
     open_target,
@@ -45,9 +45,23 @@ PROMPTS, DECODING = "Prompts", "Decoding (the same in both arms)"
 
 
 def evaluate(
-    draft: Annotated[str, typer.Option(help="Folder of a draft, or `ngram` for prompt lookup.")],
     out: Annotated[Path, typer.Option(help="Folder for the traces and the reports.")],
-    target: TargetName = "embedded",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of a draft, or `ngram` for prompt lookup; with --endpoint the one that "
+            "the server drafts with, which need not be at hand."
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A transformers folder, a name on the Hub, `embedded` or `k3-mini`; with "
+            "--endpoint its configuration and tokenizer alone are read.",
+            show_default="embedded",
+            rich_help_panel="Target",
+        ),
+    ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,6 +96,35 @@ def evaluate(
     lossless: Annotated[
         int, typer.Option(help="Prompts of the check at temperature 0.", rich_help_panel=DECODING)
     ] = 10,
+    endpoint: EndpointUrl = None,
+    model: EndpointModel = None,
+    baseline_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The same target without speculation: the plain arm.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    baseline_run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Or the folder of an earlier run, whose plain responses are taken.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="Also measure so many users at once: 1,4,8.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            help="Times that a server is asked every prompt.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = 1,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -89,17 +132,54 @@ def evaluate(
 ) -> int:
     """Run the draft and plain decoding on the same prompts and write the report.
 
+    They run here, or on a server (--endpoint URL), with another for the plain arm.
+
     Exit code 1 when the texts at temperature 0 differ (ties aside).
     """
     from sparksmith.draft.sampling import Sampling
     from sparksmith.verify.decode import DecodeSettings
     from sparksmith.verify.run_record import check_folder
 
+    chosen = chosen_prompts(workload, prompts or [], limit)
+    if endpoint is not None:
+        from sparksmith.cli import evaluate_endpoint as live
+
+        if repeats < 1:
+            raise UserError("--repeats", repeats, "is below 1", "Use 1 or more.")
+        baseline = None
+        if baseline_endpoint is not None:
+            baseline = EndpointChoice(url=baseline_endpoint, model=model)
+        return live.run(
+            live.LiveChoice(
+                endpoint=EndpointChoice(url=endpoint, model=model),
+                baseline=baseline,
+                baseline_run=baseline_run,
+                draft=draft,
+                target=target,
+                sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                lossless=lossless,
+                repeats=repeats,
+                users=live.parse_users(concurrency),
+                out=out,
+            ),
+            chosen,
+        )
+    for option, value in (
+        ("--baseline-endpoint", baseline_endpoint),
+        ("--baseline-run", baseline_run),
+        ("--concurrency", concurrency),
+        ("--model", model),
+    ):
+        if value is not None:
+            raise UserError(option, str(value), "is for a server", "Add --endpoint URL.")
+    if draft is None:
+        raise UserError("--draft", None, "is missing", "Give a folder of a draft, or `ngram`.")
     if draft == NOTHING:
         raise UserError(
             "--draft", draft, "leaves one arm", "Give a folder or `ngram`; the other arm is plain."
         )
-    chosen = chosen_prompts(workload, prompts or [], limit)
     config = read_draft_config(draft)
     settings = DecodeSettings(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
@@ -110,7 +190,7 @@ def evaluate(
     )
     drafting = drafting_of((draft_temperature, draft_top_p, min_survival), config, device)
     choice = TargetChoice(
-        name=target,
+        name=target or "embedded",
         dtype=dtype,
         device=device,
         threads=threads,

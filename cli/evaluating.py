@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -108,7 +108,7 @@ def evaluate_and_report(
 
 
 def _lossless(evaluation: Evaluation, folder: Path) -> dict[str, Any] | None:
-    chosen = _spread(evaluation.prompts, evaluation.lossless_prompts)
+    chosen = spread(evaluation.prompts, evaluation.lossless_prompts)
     if not chosen:
         return None
     path = folder / LOSSLESS_FILE
@@ -139,12 +139,22 @@ def _lossless(evaluation: Evaluation, folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def _spread(prompts: Sequence[TokenPrompt], count: int) -> list[TokenPrompt]:
+class OfWorkload(Protocol):
+    """A prompt of a workload, tokenised or not."""
+
+    @property
+    def workload(self) -> str: ...
+
+
+P = TypeVar("P", bound=OfWorkload)
+
+
+def spread(prompts: Sequence[P], count: int) -> list[P]:
     """`count` prompts taken from all workloads in turn."""
-    by_workload: dict[str, list[TokenPrompt]] = {}
+    by_workload: dict[str, list[P]] = {}
     for prompt in prompts:
         by_workload.setdefault(prompt.workload, []).append(prompt)
-    chosen: list[TokenPrompt] = []
+    chosen: list[P] = []
     for row in range(max((len(group) for group in by_workload.values()), default=0)):
         for group in by_workload.values():
             if row < len(group) and len(chosen) < count:

@@ -25,7 +25,7 @@ NEEDED_FOR = {
 # Settings in which the arms differ by nature.
 DRAFT_SETTINGS = {
     "draft", "num_tokens", "min_survival", "draft_temperature", "draft_top_p", "accept_rule",
-    "drafter", "vocabulary",
+    "drafter", "vocabulary", "steps",
 }  # fmt: skip
 
 

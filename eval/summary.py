@@ -31,14 +31,18 @@ Group = dict[str, Any]
 
 
 def summarise(
-    traces: Sequence[Trace], settings: dict[str, Any], losslessness: dict[str, Any] | None
+    traces: Sequence[Trace],
+    settings: dict[str, Any],
+    losslessness: dict[str, Any] | None,
+    live: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole report as one JSON-able dictionary.
 
     `settings` is everything needed to run the evaluation again, copied as it is. `losslessness`
     is the caller's check, {"prompts", "tokens", "equal", "ties", "differences", ...}, None if it
-    was not made. Every figure with an interval is {"value", "low", "high"}, null where it could
-    not be measured. Raises UserError for no traces, or for counts that contradict the tokens.
+    was not made. `live` has a live run's "warnings", "notes" and "surface". Every figure with an
+    interval is {"value", "low", "high"}, null where it could not be measured.
+    Raises UserError for no traces, or for counts that contradict the tokens.
     """
     if not traces:
         raise UserError("traces", 0, "gives nothing to report", "Evaluate at least one prompt.")
@@ -54,7 +58,12 @@ def summarise(
         "report_version": REPORT_VERSION,
         "title": title(workloads),
         "headline": [headline(name, group) for name, group in workloads.items()],
-        "warnings": warnings(workloads, traces, losslessness),
+        "warnings": [
+            *(live or {}).get("warnings", ()),
+            *warnings(workloads, traces, losslessness),
+        ],
+        "notes": list((live or {}).get("notes", ())),
+        "surface": list((live or {}).get("surface", ())),
         "missing": missing(traces, bands),
         "overall": summarise_group(prompts),
         "workloads": workloads,

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparksmith.eval.definitions import DEFINITIONS
 from sparksmith.eval.findings import interval, words
+from sparksmith.eval.live_findings import surface_rows
 from sparksmith.eval.pairing import ARMS
 
 Summary = dict[str, Any]
@@ -43,8 +44,19 @@ def tables(summary: Summary) -> list[Table]:
         step_time(groups),
         response_counts(groups),
         repetition(groups),
+        surface(summary),
     ]
     return [table for table in found if table.rows]
+
+
+def surface(summary: Summary) -> Table:
+    """Speeds with several users at once, one row a number of users."""
+    return Table(
+        key="surface",
+        title="Several users at once",
+        columns=("users at once", "tokens/s, one user", "tokens/s, all", "failed requests"),
+        rows=surface_rows(summary["surface"]),
+    )
 
 
 def results(key: str, title: str, first: str, groups: list[tuple[str, Group]]) -> Table:

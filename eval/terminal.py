@@ -8,6 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from sparksmith.eval.findings import lossless_sentence, words
+from sparksmith.eval.live_findings import surface_rows
 from sparksmith.eval.pairing import ARMS
 from sparksmith.eval.tables import percent
 
@@ -37,6 +38,10 @@ def terminal_report(summary: Summary) -> RenderableType:
     check = summary["losslessness"]
     failed = check is not None and bool(check.get("differences"))
     parts.append(Text(lossless_sentence(check), style="bold red" if failed else ""))
+    for note in summary["notes"]:
+        parts.append(Text(note))
+    if summary["surface"]:
+        parts[-1:-1] = [surface_table(summary), Text()]
     for warning in summary["warnings"]:
         parts.append(Padding(Text(f"! {warning}", style="yellow"), (0, 0, 0, 2)))
     for row in summary["missing"]:
@@ -152,6 +157,14 @@ def time_table(summary: Summary) -> RichTable:
             _value(split and split["plain_milliseconds_per_token"], 1),
             _value(None if first is None else 1e3 * first, 0),
         )
+    return table
+
+
+def surface_table(summary: Summary) -> RichTable:
+    """What one user gets, and the server in all, by users at once."""
+    table = _table("users at once", "tokens/s, one user", "tokens/s, all", "failed")
+    for row in surface_rows(summary["surface"]):
+        table.add_row(*row)
     return table
 
 

@@ -109,6 +109,9 @@ class ServerAnswer:
     """Streaming: seconds since the request was sent, and tokens that had come by then."""
     top_logprobs: list[list[float]] | None = None
     """Of each token's position, the log-probabilities of its likeliest words, falling."""
+    prompt_logprobs: list[list[float]] | None = None
+    """The same of each prompt token; the first has none."""
+    cached_prompt_tokens: int = 0
     seconds: float = 0.0
     sent: int = 1
     """How often the request was sent until it was answered."""
@@ -206,11 +209,14 @@ class Endpoint:
         options: Mapping[str, Any],
         *,
         stream: bool = False,
+        on_piece: Callable[[str, int], None] = lambda text, tokens: None,
     ) -> ServerAnswer:
         """One response to token ids (/v1/completions) or messages (/v1/chat/completions).
 
         `options` are the request's other fields: max_tokens, temperature, seed, ... A failure that
-        may pass is tried again; RequestError for one that does not pass.
+        may pass is tried again; RequestError for one that does not pass. `on_piece` hears the text
+        and the number of tokens of each piece of a stream, again from the start when it is asked
+        for again.
         """
         body: dict[str, Any] = {"model": self._model, **options}
         tokens = bool(prompt) and isinstance(prompt[0], int)
@@ -224,7 +230,7 @@ class Endpoint:
             else:
                 body.pop("return_token_ids", None)
             try:
-                answer = self._once(path, body, stream)
+                answer = self._once(path, body, stream, on_piece)
             except _Refusal as refusal:
                 if refusal.unknown_field and self._knows_ids:
                     self._knows_ids = False
@@ -251,7 +257,13 @@ class Endpoint:
             return None
         return read_counters(answer.text) if answer.status_code == 200 else None
 
-    def _once(self, path: str, body: Mapping[str, Any], stream: bool) -> ServerAnswer:
+    def _once(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        stream: bool,
+        on_piece: Callable[[str, int], None],
+    ) -> ServerAnswer:
         start = time.perf_counter()
         try:
             if not stream:
@@ -263,7 +275,9 @@ class Endpoint:
                     if answer.status_code != 200:
                         answer.read()
                         _raise_refusal(answer, answer.text)
-                    made = _streamed(answer.iter_lines(), lambda: time.perf_counter() - start)
+                    made = _streamed(
+                        answer.iter_lines(), lambda: time.perf_counter() - start, on_piece
+                    )
         except httpx.TransportError as error:
             raise _Refusal(_short(error), transient=True) from None
         made.seconds = time.perf_counter() - start
@@ -373,7 +387,9 @@ def _whole(found: Mapping[str, Any]) -> ServerAnswer:
     return made
 
 
-def _streamed(lines: Iterator[str], clock: Callable[[], float]) -> ServerAnswer:
+def _streamed(
+    lines: Iterator[str], clock: Callable[[], float], on_piece: Callable[[str, int], None]
+) -> ServerAnswer:
     """Put an answer's events together, with the time at which each brought tokens."""
     made = ServerAnswer(finish_reason="")
     pieces = 0
@@ -383,7 +399,7 @@ def _streamed(lines: Iterator[str], clock: Callable[[], float]) -> ServerAnswer:
         data = line[5:].strip()
         if data == "[DONE]":
             break
-        before = len(made.text) + len(made.reasoning)
+        before, said = len(made.text) + len(made.reasoning), len(made.text)
         _take(made, _object(data))
         if made.token_ids is not None:
             count = len(made.token_ids)
@@ -391,8 +407,10 @@ def _streamed(lines: Iterator[str], clock: Callable[[], float]) -> ServerAnswer:
             # Pieces of text are not tokens: they are scaled when the usage is known.
             pieces += len(made.text) + len(made.reasoning) > before
             count = pieces
-        if count > (made.arrivals[-1][1] if made.arrivals else 0):
+        known = made.arrivals[-1][1] if made.arrivals else 0
+        if count > known:
             made.arrivals.append((clock(), count))
+            on_piece(made.text[said:], count - known)
     if not made.finish_reason:
         raise _Refusal("a stream that ended early", transient=True)
     return made
@@ -410,6 +428,8 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
             made.finish_reason = choice["finish_reason"]
         if choice.get("prompt_token_ids") is not None:
             made.prompt_token_ids = list(choice["prompt_token_ids"])
+        if choice.get("prompt_logprobs") is not None:
+            made.prompt_logprobs = [_likeliest(one) for one in choice["prompt_logprobs"]]
         if choice.get("logprobs"):
             made.top_logprobs = [*(made.top_logprobs or []), *_top_logprobs(choice["logprobs"])]
     if found.get("prompt_token_ids") is not None:
@@ -417,6 +437,8 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
     if usage := found.get("usage"):
         made.prompt_tokens = usage.get("prompt_tokens") or 0
         made.completion_tokens = usage.get("completion_tokens") or 0
+        details = usage.get("prompt_tokens_details") or {}
+        made.cached_prompt_tokens = details.get("cached_tokens") or 0
     metrics = (found.get("metrics") or {}).get("speculative_decoding")
     if metrics and "per_step_accepted" in metrics:
         made.steps = Steps(
@@ -424,6 +446,15 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
             drafted=list(metrics["per_step_drafted"]),
             num_tokens=int(metrics["num_spec_tokens"]),
         )
+
+
+def _likeliest(found: Mapping[str, Mapping[str, Any]] | None) -> list[float]:
+    """vLLM's {token: {logprob, rank}} of one prompt token: the likeliest words, and the token
+    itself, which counts only if it is one of them."""
+    if not found:
+        return []
+    ranked = sorted((int(one["rank"]), float(one["logprob"])) for one in found.values())
+    return [value for place, (rank, value) in enumerate(ranked, 1) if rank == place]
 
 
 def _top_logprobs(found: Mapping[str, Any]) -> list[list[float]]:
