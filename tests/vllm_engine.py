@@ -7,6 +7,7 @@ kernels are interpreted (tools/vllm_cpu), the engine runs in the child itself, o
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
+TOOLS = str(ROOT / "tools" / "vllm_cpu")
 CPU = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -29,7 +31,7 @@ CPU = {
 }
 DSPARK = {
     **CPU,
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "tools" / "vllm_cpu"), str(ROOT / "tests")]),
+    "PYTHONPATH": os.pathsep.join([TOOLS, str(ROOT / "tests")]),
     "TRITON_INTERPRET": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -94,6 +96,9 @@ def in_vllm(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def _guarded(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    # The new process has the path of the one that asked, where vLLM would not find the plugin.
+    if TOOLS not in sys.path:
+        sys.path.insert(0, TOOLS)
     try:
         return function(*arguments, **options)
     except Exception as error:

@@ -440,7 +440,7 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
         details = usage.get("prompt_tokens_details") or {}
         made.cached_prompt_tokens = details.get("cached_tokens") or 0
     metrics = (found.get("metrics") or {}).get("speculative_decoding")
-    if metrics and "per_step_accepted" in metrics:
+    if metrics and metrics.get("per_step_accepted") is not None:
         made.steps = Steps(
             accepted=list(metrics["per_step_accepted"]),
             drafted=list(metrics["per_step_drafted"]),
