@@ -287,12 +287,17 @@ def _counts(
         return (kept[1], kept[0], about) if kept else (None, None, about)
     if counted is None or not counted.drafts:
         return None, None, {}
-    # How many steps accepted so many is known, and not in which order: the longest first.
+    # How many steps accepted so many is known, and not in which order.
     account.unordered += 1
     reached = [*counted.by_position, 0]
     by_count = [counted.drafts - reached[0]]
     by_count += [a - b for a, b in itertools.pairwise(reached)]
     accepted = [n for n in reversed(range(len(by_count))) for _ in range(by_count[n])]
+    # What they emit beyond the response's end was the last step's.
+    beyond = sum(accepted) + len(accepted) - (num_tokens - 1)
+    if fitting := [n for n in accepted if n >= beyond > 0]:
+        accepted.remove(min(fitting))
+        accepted.append(min(fitting))
     each = round(counted.draft_tokens / counted.drafts)
     kept = kept_steps(num_tokens, accepted, [each] * len(accepted))
     unordered = {"num_tokens": len(counted.by_position), "steps": "from the counters, unordered"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparksmith.verify.entropy import entropy_bits
+from sparksmith.verify.entropy import entropy_bits, entropy_bounds
 
 
 def test_known_distributions() -> None:
@@ -49,3 +49,22 @@ def test_chunks_do_not_change_the_result(chunk: int) -> None:
 
 def test_no_rows() -> None:
     assert entropy_bits(torch.empty(0, 10)).shape == (0,)
+
+
+@pytest.mark.parametrize("known", [1, 3, 20])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_bounds_from_the_likeliest_words_hold_the_entropy(known: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(known)
+    logits = spread * torch.randn(40, 50, generator=generator, dtype=torch.float64)
+    for row in logits:
+        logprobs = row.log_softmax(-1).sort(descending=True).values[:known].tolist()
+        low, high = entropy_bounds(logprobs, 50)
+        exact = float(entropy_bits(row[None])[0])
+        assert low - 1e-5 <= exact <= high + 1e-5
+
+
+def test_bounds_meet_where_all_is_known() -> None:
+    assert entropy_bounds([math.log(0.5), math.log(0.5)], 9) == pytest.approx((1.0, 1.0))
+    # Half is known to be on one word; the rest is on one other, or even on eight.
+    assert entropy_bounds([math.log(0.5)], 9) == pytest.approx((1.0, 0.5 + 0.5 * 4.0))
+    assert entropy_bounds([], 8) == (0.0, 3.0)
