@@ -380,7 +380,7 @@ def _object(text: str) -> Mapping[str, Any]:
 
 
 def _whole(found: Mapping[str, Any]) -> ServerAnswer:
-    made = ServerAnswer()
+    made = ServerAnswer(finish_reason="")
     _take(made, found)
     if not made.finish_reason:
         raise _Refusal("an answer without choices", transient=True)
