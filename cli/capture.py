@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,6 +147,9 @@ def capture(
     if (endpoint or print_server) and not shared:
         raise UserError("--shared", None, "is not given", _SHARED)
     generated = read_generated(responses)
+    # An empty answer has no features.
+    whole = [one for one in generated.responses if one.prompt_ids and one.token_ids]
+    generated = replace(generated, responses=whole)
     choice = TargetChoice(
         name=target,
         dtype=dtype,

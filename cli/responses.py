@@ -1,5 +1,6 @@
 """Responses that `sparksmith generate` wrote, with the settings they were sampled under."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,17 @@ def check_target_of(
 ) -> None:
     """UserError unless `opened` is the target that gave `what` under `command`.
 
-    Its dtype may be another: that changes rounding and nothing else.
+    Its dtype may be another: that changes rounding and nothing else. Of a server only the name
+    that it gave its model is known, which is no path and no hash: that is said, and let pass.
     """
     own = opened.record
+    if "name" not in theirs:
+        print(
+            f"{what} are of a server's model {theirs.get('model')}; whether that is {own['name']} "
+            "cannot be told from here",
+            file=sys.stderr,
+        )
+        return
     # A converted model's files tell the versions that converted it; the wheel tells the model.
     keys = [key for key in ("wheel_sha256", "sha256", "commit") if theirs.get(key) and own.get(key)]
     key = keys[0] if keys else "name"

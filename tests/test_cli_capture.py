@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,22 @@ def test_a_server_that_is_not_there(
     assert "does not answer" in said(capsys)
     assert capture(target, responses, tmp_path / "out", "--endpoint", "http://127.0.0.1:9") == 2
     assert "--shared" in said(capsys)
+
+
+def test_responses_of_a_server_and_an_empty_one(
+    target: Path, responses: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server's name for its model cannot be compared with a folder; an empty answer is left."""
+    given = tmp_path / "responses"
+    shutil.copytree(responses, given)
+    record = json.loads((given / "run.json").read_text())
+    record["inputs"]["target"] = {"model": "served"}
+    (given / "run.json").write_text(json.dumps(record))
+    (shard,) = given.glob("*.jsonl")
+    rows = [json.loads(line) for line in shard.read_text().splitlines()]
+    rows[3]["token_ids"] = []
+    shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert capture(target, given, tmp_path / "out") == 0
+    assert "a server's model served; whether that is" in said(capsys)
+    store = FeatureStore.open(tmp_path / "out")
+    assert store.request_ids == [row["request_id"] for row in rows if row["token_ids"]]
