@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sparksmith.cli import (
+    capture,
     check,
     convert,
     decode,
@@ -58,6 +59,7 @@ def add(name: str, command: Callable[..., Any], *, panel: str, example: str) -> 
 
 add("demo", demo.demo, panel=START, example=demo.EXAMPLE)
 add("generate", generate.generate, panel=PATH, example=generate.EXAMPLE)
+add("capture", capture.capture, panel=PATH, example=capture.EXAMPLE)
 add("train", train.train, panel=PATH, example=train.EXAMPLE)
 add("eval", evaluate.evaluate, panel=PATH, example=evaluate.EXAMPLE)
 add("decode", decode.decode, panel=PATH, example=decode.EXAMPLE)

@@ -1,5 +1,7 @@
 """Responses that `sparksmith generate` wrote, with the settings they were sampled under."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
-    from sparksmith.cli.target import OpenTarget
+    from sparksmith.cli.target import OpenEnds, OpenTarget
     from sparksmith.distill.generation import Response
     from sparksmith.draft.sampling import Sampling
 
@@ -65,23 +67,38 @@ def read_generated(folder: Path) -> Generated:
     )
 
 
-def check_answered_by(generated: Generated, opened: "OpenTarget") -> None:
-    """UserError unless `opened` is the target that gave the responses.
+def check_answered_by(generated: Generated, opened: "OpenTarget | OpenEnds") -> None:
+    """UserError unless `opened` is the target that gave the responses."""
+    check_target_of(generated.target, opened, "the responses", "generate")
 
-    Its dtype may be another: that changes rounding and nothing else.
+
+def check_target_of(
+    theirs: Mapping[str, Any], opened: "OpenTarget | OpenEnds", what: str, command: str
+) -> None:
+    """UserError unless `opened` is the target that gave `what` under `command`.
+
+    Its dtype may be another: that changes rounding and nothing else. Of a server only the name
+    that it gave its model is known, which is no path and no hash: that is said, and let pass.
     """
-    theirs, own = generated.target, opened.record
+    own = opened.record
+    if "name" not in theirs:
+        print(
+            f"{what} are of a server's model {theirs.get('model')}; whether that is {own['name']} "
+            "cannot be told from here",
+            file=sys.stderr,
+        )
+        return
     # A converted model's files tell the versions that converted it; the wheel tells the model.
     keys = [key for key in ("wheel_sha256", "sha256", "commit") if theirs.get(key) and own.get(key)]
     key = keys[0] if keys else "name"
     if theirs[key] == own[key]:
         return
     if theirs["name"] == own["name"]:
-        problem = "has changed since it gave the responses"
-        remedy = "Give --target the files that it had, or generate again."
+        problem = f"has changed since it gave {what}"
+        remedy = f"Give --target the files that it had, or {command} again."
     else:
-        problem = f"did not give the responses: {theirs['name']} did"
-        remedy = f"Use --target {theirs['name']}, or generate again with this one."
+        problem = f"did not give {what}: {theirs['name']} did"
+        remedy = f"Use --target {theirs['name']}, or {command} again with this one."
     raise UserError("--target", own["name"], problem, remedy)
 
 

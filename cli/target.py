@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from sparksmith.verify.embedded import EmbeddedModel
     from sparksmith.verify.target import TransformersTarget
+    from sparksmith.verify.target_ends import TargetEnds
 
 TARGET_PANEL = "Target"
 K3_MINI = "k3-mini"
@@ -79,6 +80,15 @@ class OpenTarget:
     record: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenEnds:
+    """The same for a target whose layers are not loaded."""
+
+    target: "TargetEnds"
+    tokenizer: "PreTrainedTokenizerBase"
+    record: dict[str, Any]
+
+
 def open_target(
     choice: TargetChoice, *, taps: "Sequence[int]" = (), identify: bool = True
 ) -> OpenTarget:
@@ -88,20 +98,9 @@ def open_target(
 
     Raises UserError as `verify.loading.load_target` and `verify.embedded.fetch_embedded` do.
     """
-    import torch
-
-    from sparksmith.cli.quiet import quiet_libraries
-    from sparksmith.draft.errors import UserError
-    from sparksmith.verify.embedded import TARGET_NAME, WHEEL_SHA256
     from sparksmith.verify.loading import load_target
-    from sparksmith.verify.run_record import fingerprint
 
-    if choice.threads < 0:
-        raise UserError("--threads", choice.threads, "is negative", "Use 0 for torch's choice.")
-    if choice.threads:
-        torch.set_num_threads(choice.threads)
-    quiet_libraries()
-    path = resolve(choice.name)
+    path = _prepare(choice)
     target, tokenizer = load_target(
         path,
         dtype=choice.dtype,
@@ -110,18 +109,61 @@ def open_target(
         device=choice.device,
         stream=choice.stream,
     )
-    record: dict[str, Any]
     if not identify:
         record = {"name": choice.name}
-    elif Path(path).is_dir():
-        record = {"name": choice.name, **fingerprint(Path(path))}
     else:
-        commit = getattr(target.model.config, "_commit_hash", None)
-        record = {"name": choice.name, "commit": commit}
-    if choice.name == TARGET_NAME:
-        record["wheel_sha256"] = WHEEL_SHA256
+        record = _identify(choice.name, path, getattr(target.model.config, "_commit_hash", None))
     record["dtype"] = str(target.dtype).removeprefix("torch.")
     return OpenTarget(target=target, tokenizer=tokenizer, record=record)
+
+
+def open_ends(choice: TargetChoice, *, taps: "Sequence[int]" = ()) -> OpenEnds:
+    """The same for its embedding, final norm and head alone: the layers' files stay closed.
+
+    Raises UserError as `verify.target_ends.load_target_ends` does.
+    """
+    from sparksmith.verify.target_ends import load_target_ends
+
+    path = _prepare(choice)
+    ends, tokenizer = load_target_ends(
+        path,
+        dtype=choice.dtype,
+        taps=taps,
+        stream=choice.stream,
+        device=choice.device,
+        trust_remote_code=choice.trust_remote_code,
+    )
+    record = _identify(choice.name, path, getattr(ends.config, "_commit_hash", None))
+    record["dtype"] = str(ends.dtype).removeprefix("torch.")
+    return OpenEnds(target=ends, tokenizer=tokenizer, record=record)
+
+
+def _prepare(choice: TargetChoice) -> str:
+    """Set the threads, quiet the libraries, and fetch the embedded target if it is meant."""
+    import torch
+
+    from sparksmith.cli.quiet import quiet_libraries
+    from sparksmith.draft.errors import UserError
+
+    if choice.threads < 0:
+        raise UserError("--threads", choice.threads, "is negative", "Use 0 for torch's choice.")
+    if choice.threads:
+        torch.set_num_threads(choice.threads)
+    quiet_libraries()
+    return resolve(choice.name)
+
+
+def _identify(name: str, path: str, commit: str | None) -> dict[str, Any]:
+    from sparksmith.verify.embedded import TARGET_NAME, WHEEL_SHA256
+    from sparksmith.verify.run_record import fingerprint
+
+    if Path(path).is_dir():
+        record = {"name": name, **fingerprint(Path(path))}
+    else:
+        record = {"name": name, "commit": commit}
+    if name == TARGET_NAME:
+        record["wheel_sha256"] = WHEEL_SHA256
+    return record
 
 
 def resolve(name: str) -> str:

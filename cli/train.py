@@ -1,19 +1,23 @@
 """`sparksmith train`: responses in, a draft out."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparksmith.cli.target import (
     Device,
     Dtype,
+    OpenEnds,
+    OpenTarget,
     Stream,
     TargetChoice,
     TargetName,
     Threads,
     TrustRemoteCode,
+    open_ends,
     open_target,
     resolve,
 )
@@ -22,6 +26,8 @@ from sparksmith.cli.training import run_training as run_training
 from sparksmith.draft.errors import UserError
 
 if TYPE_CHECKING:
+    from sparksmith.distill.feature_store import FeatureStore
+    from sparksmith.distill.generation import Response
     from sparksmith.distill.optimizers import OptimizerSettings
     from sparksmith.draft.sampling import Sampling
 
@@ -30,8 +36,18 @@ DRAFT, TRAINING, LOSS = "Draft", "Training", "Loss (each weight is printed as it
 
 
 def train(
-    responses: Annotated[Path, typer.Option(help="Folder that `generate` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for best/, last/ and run.json.")],
+    responses: Annotated[
+        Path | None, typer.Option(help="Folder that `generate` wrote.", show_default=False)
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that `capture` wrote, instead of --responses: the target's layers are "
+            "not loaded.",
+            show_default=False,
+        ),
+    ] = None,
     target: TargetName = "embedded",
     minutes: Annotated[
         float | None, typer.Option(help="Wall-time budget.", rich_help_panel=TRAINING)
@@ -172,7 +188,6 @@ def train(
 
     Stop it whenever you like: the same command goes on where it was.
     """
-    from sparksmith.cli.responses import check_answered_by, read_generated
     from sparksmith.distill.loss import LossWeights
     from sparksmith.distill.new_draft import DraftShape
     from sparksmith.distill.schedule import Budget
@@ -182,12 +197,21 @@ def train(
     check_folder(out, "train")
     if held_out < 0:
         raise UserError("--held-out", held_out, "is negative", "Use 0 to validate on nothing.")
-    generated = read_generated(responses)
-    sampling = serving_sampling(generated.sampling, temperature, top_p, validates=held_out > 0)
+    choice = TargetChoice(
+        name=target,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        stream=stream,
+    )
+    read = _read_responses if features is None else _read_features
+    given = read(_one_of(responses, features), choice, parse_taps(taps))
+    sampling = given.serving_sampling(temperature, top_p, validates=held_out > 0)
     settings = TrainSettings(
         budget=Budget(steps=steps, minutes=minutes),
         temperature=sampling.temperature,
-        greedy_rollouts=generated.sampling.greedy,
+        greedy_rollouts=given.made.greedy,
         batch_size=batch_size,
         anchors=anchors,
         warmup=warmup,
@@ -213,28 +237,121 @@ def train(
         is_causal=causal,
         mask_token_id=mask_token_id,
     )
-    choice = TargetChoice(
-        name=target,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        stream=stream,
-    )
-    opened = open_target(choice, taps=taps_of(choice, parse_taps(taps)))
-    check_answered_by(generated, opened)
+    opened = given.open()
     run_training(
         opened,
         TrainingInputs(
-            responses=generated.responses,
+            responses=given.responses,
             sampling=sampling,
-            record=generated.record,
+            record=given.record,
             held_out=held_out,
             cache_bytes=int(cache_gib * (1 << 30)),
             from_regression=not from_scratch,
+            store=given.store,
         ),
         (shape, settings),
         out,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a draft is to learn from. `made` is the sampling of the responses; `open` loads as much
+    of the target as that takes."""
+
+    responses: "list[Response]"
+    made: "Sampling"
+    record: dict[str, Any]
+    open: "Callable[[], OpenTarget | OpenEnds]"
+    store: "FeatureStore | None" = None
+
+    def serving_sampling(
+        self, temperature: float | None, top_p: float | None, *, validates: bool
+    ) -> "Sampling":
+        """As the function of this name; stored features are of one sampling alone."""
+        if self.store is None:
+            return serving_sampling(self.made, temperature, top_p, validates=validates)
+        stored = self.store.contents.sampling
+        for option, value, own in (
+            ("--temperature", temperature, stored.temperature),
+            ("--top-p", top_p, stored.top_p),
+        ):
+            if value is not None and value != own:
+                raise UserError(
+                    option,
+                    value,
+                    f"is not that of the features, {own:g}",
+                    f"Leave it out, or capture with {option} {value:g}.",
+                )
+        return serving_sampling(self.made, stored.temperature, stored.top_p, validates=validates)
+
+
+def _one_of(responses: Path | None, features: Path | None) -> Path:
+    if responses is not None and features is not None:
+        raise UserError(
+            "--features",
+            str(features),
+            "holds its responses, and --responses is given too",
+            "Give one of the two.",
+        )
+    folder = features or responses
+    if folder is None:
+        raise UserError(
+            "--responses",
+            None,
+            "is not given",
+            "Give what `generate` wrote, or --features with what `capture` wrote.",
+        )
+    return folder
+
+
+def _read_responses(folder: Path, choice: TargetChoice, taps: tuple[int, ...] | None) -> _Given:
+    from sparksmith.cli.responses import check_answered_by, read_generated
+
+    generated = read_generated(folder)
+
+    def load() -> OpenTarget:
+        opened = open_target(choice, taps=taps_of(choice, taps))
+        check_answered_by(generated, opened)
+        return opened
+
+    return _Given(
+        responses=generated.responses,
+        made=generated.sampling,
+        record=generated.record,
+        open=load,
+    )
+
+
+def _read_features(folder: Path, choice: TargetChoice, taps: tuple[int, ...] | None) -> _Given:
+    """Of the target that the features are of, unless another than the default is given."""
+    from sparksmith.cli.features import open_features
+    from sparksmith.cli.responses import check_target_of
+    from sparksmith.verify.embedded import TARGET_NAME
+
+    store = open_features(folder)
+    contents = store.contents
+    for option, value, own in (
+        ("--taps", taps, contents.taps),
+        ("--stream", choice.stream, contents.stream),
+    ):
+        if value is not None and value != own:
+            raise UserError(option, value, f"is not that of the features, {own}", "Leave it out.")
+    name = choice.name
+    if name == TARGET_NAME:
+        name = str(contents.target.get("name", name))
+
+    def load() -> OpenEnds:
+        opened = open_ends(replace(choice, name=name, stream=contents.stream), taps=contents.taps)
+        check_target_of(contents.target, opened, "these features", "capture")
+        return opened
+
+    return _Given(
+        responses=store.responses(),
+        made=contents.responses_sampling,
+        record={"features": len(store), "sha256": store.sha256},
+        open=load,
+        store=store,
     )
 
 

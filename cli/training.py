@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparksmith.cli.progress import Bar, duration, progress
-from sparksmith.cli.target import OpenTarget
+from sparksmith.cli.target import OpenEnds, OpenTarget
 
 if TYPE_CHECKING:
+    from sparksmith.distill.feature_store import FeatureStore
     from sparksmith.distill.generation import Response
     from sparksmith.distill.new_draft import DraftShape
-    from sparksmith.distill.training import Trainer, TrainEvent, TrainSettings
+    from sparksmith.distill.training import SampleSource, Trainer, TrainEvent, TrainSettings
     from sparksmith.draft.model import DSparkDraft
     from sparksmith.draft.sampling import Sampling
 
@@ -24,7 +25,8 @@ class TrainingInputs:
     """What a draft learns from; `record` identifies it in run.json.
 
     `sampling` is that of the target whose distribution the draft learns. It must be the one that
-    the responses were sampled with, unless they are greedy or none is held out.
+    the responses were sampled with, unless they are greedy or none is held out. Without a `store`
+    the target computes the features.
     """
 
     responses: "list[Response]"
@@ -33,10 +35,11 @@ class TrainingInputs:
     held_out: int
     cache_bytes: int
     from_regression: bool = True
+    store: "FeatureStore | None" = None
 
 
 def run_training(
-    opened: OpenTarget,
+    opened: OpenTarget | OpenEnds,
     inputs: TrainingInputs,
     plan: "tuple[DraftShape, TrainSettings]",
     out: Path,
@@ -45,14 +48,14 @@ def run_training(
 
     All checks come before the first step. Ctrl-C leaves a state from which the same call goes on.
     """
-    from sparksmith.distill.features import OnlineFeatures, require_plain_head
     from sparksmith.distill.training import BEST, Trainer
     from sparksmith.verify.run_record import RunRecord, fingerprint
 
     started = time.perf_counter()
     shape, settings = plan
-    require_plain_head(opened.target)
     training, held_out = split(inputs.responses, inputs.held_out)
+    source = _source(opened, inputs, training, inputs.cache_bytes)
+    held = _source(opened, inputs, held_out, 1 << 30)
     draft = _make_draft(opened, shape, inputs, settings.seed)
     record = RunRecord.open(
         out,
@@ -70,10 +73,6 @@ def run_training(
         conditions={"budget": asdict(settings.budget)},
     )
     with record:
-        source = OnlineFeatures(
-            opened.target, training, inputs.sampling, cache_bytes=inputs.cache_bytes
-        )
-        held = OnlineFeatures(opened.target, held_out, inputs.sampling, cache_bytes=1 << 30)
         trainer = Trainer(draft, settings, out, (source, held.take(range(len(held)))))
         resumed = trainer.resume()
         if not resumed:
@@ -84,7 +83,7 @@ def run_training(
         _describe(draft, trainer, len(training), resumed)
         results = _train(trainer)
         _write_manifests(opened, trainer, inputs, out)
-        if (out / BEST).is_dir():
+        if isinstance(opened, OpenTarget) and (out / BEST).is_dir():
             _write_parity(opened, trainer, held_out or training, out / BEST)
         results["best"] = fingerprint(out / BEST)
         record.finish("complete", **results)
@@ -92,8 +91,27 @@ def run_training(
     return results
 
 
+def _source(
+    opened: OpenTarget | OpenEnds,
+    inputs: TrainingInputs,
+    responses: "list[Response]",
+    cache_bytes: int,
+) -> "SampleSource":
+    """The samples of some responses, from the store or by passes of the target.
+
+    Raises UserError for a target whose logits are not its head's product.
+    """
+    from sparksmith.distill.feature_store import StoredFeatures
+    from sparksmith.distill.features import OnlineFeatures
+
+    if inputs.store is not None:
+        return StoredFeatures.of(inputs.store, responses)
+    assert isinstance(opened, OpenTarget), "without stored features the target must be loaded"
+    return OnlineFeatures(opened.target, responses, inputs.sampling, cache_bytes=cache_bytes)
+
+
 def _write_manifests(
-    opened: OpenTarget, trainer: "Trainer", inputs: TrainingInputs, out: Path
+    opened: OpenTarget | OpenEnds, trainer: "Trainer", inputs: TrainingInputs, out: Path
 ) -> None:
     """sparksmith.json beside both drafts: what they were made for, and what the best reached."""
     from sparksmith.distill.training import BEST, LAST
@@ -148,7 +166,7 @@ def split(responses: "list[Response]", held_out: int) -> "tuple[list[Response], 
 
 
 def _make_draft(
-    opened: OpenTarget, shape: "DraftShape", inputs: TrainingInputs, seed: int
+    opened: OpenTarget | OpenEnds, shape: "DraftShape", inputs: TrainingInputs, seed: int
 ) -> "DSparkDraft":
     import torch
 

@@ -32,7 +32,10 @@ class OnlineFeatures:
         sampling: Sampling,
         *,
         cache_bytes: int = 4 << 30,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """`dtype` is that of the features handed out, whatever the target runs in."""
+        self.dtype = dtype
         self.target = target
         self.responses = list(responses)
         self.sampling = sampling
@@ -54,7 +57,7 @@ class OnlineFeatures:
         for index in dict.fromkeys(indices):
             sample = self._known(index)
             if sample is None:
-                sample = self._prefill(self.responses[index])
+                sample = self.compute(self.responses[index])
                 if sample.num_bytes <= self._room:
                     self._room -= sample.num_bytes
                     self._cached[index] = sample
@@ -72,7 +75,8 @@ class OnlineFeatures:
         return TrainingSample.of(self.responses[index])
 
     @torch.inference_mode()
-    def _prefill(self, response: Response) -> TrainingSample:
+    def compute(self, response: Response) -> TrainingSample:
+        """The sample of any response, by a pass of the target."""
         # The target never ran on the last token of a response.
         sequence = (response.prompt_ids + response.token_ids)[:-1]
         hidden = self._run(torch.tensor([sequence], device=self.target.device))
@@ -111,8 +115,8 @@ class OnlineFeatures:
             tokens=torch.tensor(response.prompt_ids + response.token_ids),
             prompt_length=len(response.prompt_ids),
             features=SampleFeatures(
-                taps=taps[:end].to("cpu", torch.bfloat16, copy=True),
-                hidden=rows.to("cpu", torch.bfloat16, copy=True),
+                taps=taps[:end].to("cpu", self.dtype, copy=True),
+                hidden=rows.to("cpu", self.dtype, copy=True),
                 log_norm=torch.cat(log_norm).cpu(),
                 threshold=torch.cat(threshold).cpu(),
                 sampling=self.sampling,

@@ -14,6 +14,7 @@ from sparksmith.draft.heads import MarkovHeadType
 from sparksmith.draft.model import DSparkDraft
 from sparksmith.draft.vocabulary import frequent_words
 from sparksmith.verify.target import TransformersTarget
+from sparksmith.verify.target_ends import TargetEnds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,10 @@ def latent_sizes(hidden_size: int, head_dim: int) -> MLASizes:
 
 
 def new_draft(
-    target: TransformersTarget, shape: DraftShape, mask_token_id: int, counts: Tensor
+    target: TransformersTarget | TargetEnds,
+    shape: DraftShape,
+    mask_token_id: int,
+    counts: Tensor,
 ) -> DSparkDraft:
     """A draft of the target's width, on its device, bound to its embedding and head.
 

@@ -75,6 +75,8 @@ HOSTILE: dict[str, bytes] = {
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draft")
     export_draft(tiny_draft(), folder / "draft")
+    # What is imported for the first time is no one's attack.
+    assert main(["check", str(folder / "draft"), "--no-probe"]) == 0
     return folder / "draft"
 
 

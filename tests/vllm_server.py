@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,43 @@ def vllm_server(
         command += ["--max-model-len", "512"]
     if speculative is not None:
         command += ["--speculative-config", json.dumps(dict(speculative))]
+    with _running([*command, *options], environment, log, f"http://127.0.0.1:{port}") as url:
+        yield url
+
+
+@contextmanager
+def printed_server(text: str, log: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """The base URL of a server started by a command that sparksmith printed, unedited but for the
+    port."""
+    port = _free_port()
+    words = shlex.split(text.replace("\\\n", " "))
+    start = words.index("vllm")
+    given = dict(word.split("=", 1) for word in words[:start])
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words[start + 1 :]]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with _running(command, {**environment, **given}, log, url) as url:
+        yield url
+
+
+@contextmanager
+def _running(
+    command: list[str], environment: Mapping[str, str], log: Path, url: str
+) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *options],
+            command,
             env={**os.environ, **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        url = f"http://127.0.0.1:{port}"
         try:
             _wait(url, process, log)
             yield url
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:

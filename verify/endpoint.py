@@ -112,6 +112,8 @@ class ServerAnswer:
     prompt_logprobs: list[list[float]] | None = None
     """The same of each prompt token; the first has none."""
     cached_prompt_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """vLLM's word on what it did with the request's states, such as where it wrote them."""
     seconds: float = 0.0
     sent: int = 1
     """How often the request was sent until it was answered."""
@@ -434,6 +436,8 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
             made.top_logprobs = [*(made.top_logprobs or []), *_top_logprobs(choice["logprobs"])]
     if found.get("prompt_token_ids") is not None:
         made.prompt_token_ids = list(found["prompt_token_ids"])
+    if found.get("kv_transfer_params") is not None:
+        made.kv_transfer_params = dict(found["kv_transfer_params"])
     if usage := found.get("usage"):
         made.prompt_tokens = usage.get("prompt_tokens") or 0
         made.completion_tokens = usage.get("completion_tokens") or 0

@@ -118,6 +118,22 @@ def text_facts(
     )
 
 
+def read_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """A checkpoint's configuration; UserError as `load_target`."""
+    _check_folder(Path(name))
+    return _config(name, trust_remote_code)
+
+
+def read_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer; UserError as `load_target`."""
+    return _tokenizer(name, trust_remote_code)
+
+
+def read_dtype(dtype: str, device: str) -> torch.dtype:
+    """What `load_target` makes of its `dtype` on a device; UserError as there."""
+    return _dtype(dtype, _device(device))
+
+
 def text_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
     """SHA-256 of the tokenizer (its vocabulary and rules) and of the chat template, if any.
 
