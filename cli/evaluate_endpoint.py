@@ -92,6 +92,7 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
         "servers": {server.arm: server.engine for server in servers},
         "num_prompts": len(prompts),
         **identity,
+        **_speculative(choice.draft),
     }
     record = RunRecord.open(
         choice.out,
@@ -140,6 +141,17 @@ def _target(choice: LiveChoice) -> tuple[int | None, dict[str, Any]]:
     path = resolve(choice.target)
     tokenizer = AutoTokenizer.from_pretrained(path)
     return target_sizes(path).vocab_size, text_identity(tokenizer)
+
+
+def _speculative(draft: str | None) -> dict[str, Any]:
+    """What `sparksmith vllm --write` left beside the draft: the server's config, if it was used."""
+    path = Path(draft or "") / "speculative.json"
+    if draft is None or not path.is_file():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("model", None)
+    # vLLM's default is part of what was measured.
+    return {"speculative_config": {"draft_sample_method": "greedy", **config}}
 
 
 def _earlier(folder: Path | None) -> "list[Trace]":

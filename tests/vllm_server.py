@@ -58,6 +58,20 @@ def printed_server(text: str, log: Path, environment: Mapping[str, str]) -> Iter
 
 
 @contextmanager
+def script_server(
+    script: Path, log: Path, environment: Mapping[str, str], options: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """The base URL of a server started by a script as it is, with its port and `options`."""
+    port = _free_port()
+    command = ["sh", str(script), "--host", "127.0.0.1", "--port", str(port), *options]
+    # The script's `vllm` is the one of this environment.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    url = f"http://127.0.0.1:{port}"
+    with _running(command, {**environment, "PATH": path}, log, url) as url:
+        yield url
+
+
+@contextmanager
 def _running(
     command: list[str], environment: Mapping[str, str], log: Path, url: str
 ) -> Iterator[str]:
