@@ -218,8 +218,12 @@ def _measure(
     write_traces(choice.out / TRACES_FILE, traces)
     if account.first_prompt is not None:
         described = {**described, "first_prompt_token_ids": account.first_prompt[:64]}
+    notes = live_notes(account)
+    if "speculative_config" in described:
+        how = described["speculative_config"]["draft_sample_method"]
+        notes.append(f"The server drafts by the {how} method, as its speculative config says.")
     live = {
-        "notes": live_notes(account),
+        "notes": notes,
         "warnings": live_warnings(traces, account),
         "surface": rows,
     }

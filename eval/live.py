@@ -63,6 +63,8 @@ class Account:
     accepted: int = 0
     counters: Counters | None = None
     """The difference over the measured speculative requests."""
+    repeated: int = 0
+    """Requests that were sent more than once before they were answered."""
     unordered: int = 0
     """Requests whose counts came from the counters alone."""
     cached_prompt_tokens: int = 0
@@ -78,6 +80,7 @@ class Account:
         self.accepted += other.accepted
         if other.counters is not None:
             self.counters = _sum(self.counters, other.counters)
+        self.repeated += other.repeated
         self.unordered += other.unordered
         self.cached_prompt_tokens += other.cached_prompt_tokens
         self.without_entropy += other.without_entropy
@@ -277,15 +280,19 @@ def _counts(
     """Drafted and accepted by step, and what the trace says of them."""
     steps = answer.steps
     if steps is not None:
-        account.drafts += len(steps.accepted)
-        account.drafted += sum(steps.drafted)
-        account.accepted += sum(steps.accepted)
-        if counted is not None:
-            account.counters = _sum(account.counters, counted)
+        # The counters of a request that was sent again hold what its lost answer cost, too.
+        if counted is None or answer.sent == 1:
+            account.drafts += len(steps.accepted)
+            account.drafted += sum(steps.drafted)
+            account.accepted += sum(steps.accepted)
+            if counted is not None:
+                account.counters = _sum(account.counters, counted)
+        account.repeated += answer.sent > 1
         kept = kept_steps(num_tokens, steps.accepted, steps.drafted)
         about: dict[str, Any] = {"num_tokens": steps.num_tokens}
         return (kept[1], kept[0], about) if kept else (None, None, about)
-    if counted is None or not counted.drafts:
+    if counted is None or not counted.drafts or answer.sent > 1:
+        account.repeated += answer.sent > 1
         return None, None, {}
     # How many steps accepted so many is known, and not in which order.
     account.unordered += 1

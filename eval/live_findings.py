@@ -33,6 +33,11 @@ def live_notes(account: Account) -> list[str]:
             )
     elif account.drafts:
         notes.append("Counts are the server's per-request metrics; it has no /metrics to compare.")
+    if account.repeated:
+        notes.append(
+            f"{account.repeated} requests were sent again after a failure; their times are those "
+            "of the answer that came, and they are not held against the counters."
+        )
     if account.unordered:
         notes.append(
             f"Counts of {account.unordered} requests come from the /metrics counters alone: how "

@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 FAULTS = ("429", "500", "503", "refused", "reset", "silence", "truncated", "slow", "nonsense")
+ONE_BY_ONE = tuple(each for fault in FAULTS for each in (fault, "ok"))
+"""For requests that are sent one at a time: no one of them suffers all."""
 
 
 class FaultProxy(ThreadingHTTPServer):
@@ -23,6 +25,9 @@ class FaultProxy(ThreadingHTTPServer):
         self.silence = silence
         self.suffered: list[str] = []
         self._count = threading.Lock()
+
+    def handle_error(self, *_arguments: object) -> None:
+        """A client that is gone is what this is about."""
 
     def next_fault(self) -> str:
         with self._count:

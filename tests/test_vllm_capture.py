@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_proxy import FAULTS, ONE_BY_ONE, fault_proxy
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from vllm_drafts import save_speaking_target
@@ -119,13 +121,32 @@ def test_a_tiny_target(target: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         alone = [*served, "--in-flight", "1"]
         whole, killed = tmp_path / "whole", tmp_path / "killed"
         assert main(options(target, responses, *alone, "--out", str(whole))) == 0
+        again = options(target, responses, *alone, "--out", str(killed))
         for shards in (0, 1, 2):
-            kill_after(shards, options(target, responses, *alone, "--out", str(killed)), killed)
+            kill_after(shards, again, killed)
+        rng = random.Random(3)
+        for _ in range(17):
+            kill_after(0, again, killed, rng.uniform(0.0, 1.0))
         assert main(options(target, responses, *alone, "--out", str(killed))) == 0
         for path in whole.glob("features*"):
             assert (killed / path.name).read_bytes() == path.read_bytes()
         time.sleep(1.0)
         assert main(options(target, responses, *alone, "--out", str(killed))) == 0
+        assert not list(shared.iterdir())
+
+        # Answers refused, cut short, late, lost: every text is asked for until it is there.
+        with fault_proxy(url, ONE_BY_ONE) as (proxied, proxy):
+            disturbed = tmp_path / "disturbed"
+            through = [*own, "--endpoint", proxied, "--shared", str(shared), "--in-flight", "1"]
+            assert main(options(target, responses, *through, "--out", str(disturbed))) == 0
+            assert [fault for fault in proxy.suffered if fault != "ok"] == list(FAULTS)
+        one, other = FeatureStore.open(whole), FeatureStore.open(disturbed)
+        assert one.request_ids == other.request_ids
+        for index in range(len(one)):
+            (mine,), (served,) = one.take([index]), other.take([index])
+            assert torch.equal(mine.features.taps, served.features.taps)
+        time.sleep(1.0)
+        assert main(options(target, responses, *through, "--out", str(disturbed))) in (0, 2)
         assert not list(shared.iterdir())
 
         capsys.readouterr()
@@ -139,8 +160,8 @@ def test_a_tiny_target(target: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*arguments, "--out", str(tmp_path / "draft")]) == 0
 
 
-def kill_after(shards: int, arguments: list[str], out: Path) -> None:
-    """Start capture, and kill it as soon as that many shards are there and one more is begun."""
+def kill_after(shards: int, arguments: list[str], out: Path, seconds: float = 0.3) -> None:
+    """Start capture, and kill it so many seconds after so many shards are there."""
     program = "import sys; from sparksmith.cli.main import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
@@ -151,7 +172,7 @@ def kill_after(shards: int, arguments: list[str], out: Path) -> None:
     try:
         while process.poll() is None:
             if (out / "features.json").exists() and len(list(out.glob("*.safetensors"))) >= shards:
-                time.sleep(0.3)
+                time.sleep(seconds)
                 break
             time.sleep(0.01)
     finally:

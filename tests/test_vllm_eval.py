@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_proxy import FAULTS, ONE_BY_ONE, fault_proxy
 from vllm_drafts import SPEAKING, save_random_draft, save_speaking_target, speculative
 from vllm_server import vllm_server
 
@@ -180,6 +181,7 @@ def test_an_evaluation_that_was_stopped_goes_on(fast: str, prompts: Path, tmp_pa
     for trace in read_traces(out / "traces.jsonl"):
         account = {
             "drafts": 0, "drafted": 0, "accepted": 0, "counters": None, "unordered": 0,
+            "repeated": 0,
             "cached_prompt_tokens": 0, "without_entropy": 0, "failed": [], "first_prompt": None,
         }  # fmt: skip
         lines.append(json.dumps({"traces": [vars(trace)], "account": account}))
@@ -196,3 +198,19 @@ def test_decode_streams_from_the_server(fast: str, capsys: pytest.CaptureFixture
     assert "acceptance length" in said.err
     assert "tokens/s" in said.err
     assert said.out.strip()
+
+
+def test_every_fault_is_survived(fast: str, prompts: Path, tmp_path: Path) -> None:
+    assert live(fast, prompts, tmp_path / "undisturbed") == 0
+    # One request says whether the server drafts, one warms it up.
+    plan = ["ok", "ok", *ONE_BY_ONE]
+    with fault_proxy(fast, plan) as (proxied, proxy):
+        assert live(proxied, prompts, tmp_path / "disturbed") == 0
+        assert [fault for fault in proxy.suffered if fault != "ok"] == list(FAULTS)
+    one, other = by_arm(tmp_path / "undisturbed"), by_arm(tmp_path / "disturbed")
+    assert one.keys() == other.keys()
+    assert [t.token_ids for t in one.values()] == [t.token_ids for t in other.values()]
+    assert [t.accepted for t in one.values()] == [t.accepted for t in other.values()]
+    notes = " ".join(report(tmp_path / "disturbed")["notes"])
+    assert "requests were sent again after a failure" in notes
+    assert "agree" in notes

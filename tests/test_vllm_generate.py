@@ -103,8 +103,8 @@ def test_every_fault_is_survived(
     expected: dict[str, ResponseRow],
     tmp_path: Path,
 ) -> None:
-    with fault_proxy(url, FAULTS) as (proxied, proxy):
-        patience = ["--timeout", "2", "--batch-size", "3"]
+    with fault_proxy(url, FAULTS, silence=14.0) as (proxied, proxy):
+        patience = ["--timeout", "12", "--batch-size", "3"]
         assert ask(proxied, prompts, tmp_path / "out", *patience, *stream) == 0
         assert [fault for fault in proxy.suffered if fault != "ok"] == list(FAULTS)
         # Slow is not lost: all others are sent again.
@@ -241,3 +241,34 @@ def _safe(folder: Path) -> dict[str, ResponseRow]:
         return rows(folder)
     except ValueError:
         return {}
+
+
+def test_a_server_that_dies_and_comes_back(
+    target: Path, prompts: Path, expected: dict[str, ResponseRow], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with vllm_server(target, tmp_path / "first.log") as first:
+        arguments = ["generate", "--endpoint", first, "--prompts", str(prompts), *GREEDY]
+        arguments += ["--out", str(out), "--batch-size", "1"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from sparksmith.cli.main import main; main()", *arguments]
+        )
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not _some(out, 2):
+            time.sleep(0.01)
+    # It stopped answering in the middle; the rest is set aside, with the reason.
+    process.wait(timeout=300)
+    held = rows(out)
+    assert 2 <= len(held) <= COUNT
+    assert same(held, {key: expected[key] for key in held})
+    aside = out / "failed.jsonl"
+    lost = [json.loads(line) for line in aside.read_text().splitlines()] if aside.exists() else []
+    assert len(lost) == COUNT - len(held)
+    with vllm_server(target, tmp_path / "second.log") as second:
+        assert ask(second, prompts, out, "--batch-size", "1") == 0
+    assert same(rows(out), expected)
+    assert not aside.exists()
+
+
+def _some(folder: Path, count: int) -> bool:
+    return len(_safe(folder)) >= count if folder.exists() else False
