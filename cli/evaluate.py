@@ -119,6 +119,13 @@ def evaluate(
             help="Also measure so many users at once: 1,4,8.", rich_help_panel=SERVER_PANEL
         ),
     ] = None,
+    bench: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Results of `vllm bench serve --save-result`, put beside the report's own.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
     repeats: Annotated[
         int,
         typer.Option(
@@ -162,6 +169,7 @@ def evaluate(
                 lossless=lossless,
                 repeats=repeats,
                 users=live.parse_users(concurrency),
+                bench=tuple(bench or ()),
                 out=out,
             ),
             chosen,

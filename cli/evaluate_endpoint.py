@@ -35,6 +35,7 @@ class LiveChoice:
     lossless: int
     repeats: int
     users: tuple[int, ...]
+    bench: tuple[Path, ...]
     out: Path
 
 
@@ -55,10 +56,12 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
     """Everything after the options; 1 when the texts at temperature 0 differ."""
     from rich.console import Console
 
+    from sparksmith.eval.bench_serve import read_bench
     from sparksmith.eval.live import LiveSettings, check_speculation, speculates
     from sparksmith.verify.run_record import RunRecord, check_folder
 
     check_folder(choice.out, "eval")
+    benched = [read_bench(path) for path in choice.bench]
     earlier = _earlier(choice.baseline_run)
     first, facts = open_endpoint(choice.endpoint)
     vocabulary, identity = _target(choice)
@@ -109,7 +112,8 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
         conditions={"servers": {server.arm: server.endpoint.url for server in servers}},
     )
     with record:
-        summary, path = _measure(choice, servers, prompts, settings, described, earlier, Console())
+        beside = (earlier, benched)
+        summary, path = _measure(choice, servers, prompts, settings, described, beside, Console())
         record.finish("complete", title=summary["title"], report=path.name)
     for server in servers:
         server.endpoint.close()
@@ -183,7 +187,7 @@ def _measure(
     prompts: "list[EvalPrompt]",
     settings: "LiveSettings",
     described: dict[str, Any],
-    earlier: "list[Trace]",
+    beside: "tuple[list[Trace], list[tuple[dict[str, Any], str]]]",
     console: "Console",
 ) -> tuple[dict[str, Any], Path]:
     from sparksmith.cli.evaluating import PARTIAL_FILE, TRACES_FILE
@@ -218,7 +222,14 @@ def _measure(
     write_traces(choice.out / TRACES_FILE, traces)
     if account.first_prompt is not None:
         described = {**described, "first_prompt_token_ids": account.first_prompt[:64]}
-    notes = live_notes(account)
+    earlier, benched = beside
+    rows += [row for row, _ in benched]
+    notes = [*live_notes(account), *(note for _, note in benched)]
+    if (said := servers[0].endpoint.sglang_acceptance_length()) is not None:
+        notes.append(
+            f"SGLang's own acceptance length: {said:.2f}. Its metrics are read as documented; this "
+            "was not tested against a live SGLang."
+        )
     if "speculative_config" in described:
         how = described["speculative_config"]["draft_sample_method"]
         notes.append(f"The server drafts by the {how} method, as its speculative config says.")

@@ -1,13 +1,17 @@
 """Counts, times and findings of live runs, by hand."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparksmith.draft.errors import UserError
+from sparksmith.eval.bench_serve import read_bench
 from sparksmith.eval.live import Account, kept_steps
 from sparksmith.eval.live_findings import live_notes, live_warnings
 from sparksmith.eval.trace import Trace
-from sparksmith.verify.endpoint import Counters, read_counters
+from sparksmith.verify.endpoint import Counters, read_counters, read_sglang
 
 
 def trace(number: int, accepted: list[int], prompt: str = "p", **changes: Any) -> Trace:
@@ -104,3 +108,40 @@ def test_counters_are_read_over_all_engines() -> None:
     assert read_counters("vllm:num_requests_running 1.0\n") is None
     with pytest.raises(ValueError, match="went back"):
         counters(1, 1).since(found)
+
+
+def test_sglangs_gauge_is_read() -> None:
+    text = (
+        "# TYPE sglang:spec_accept_length gauge\n"
+        'sglang:spec_accept_length{model_name="m",tp_rank="0"} 3.0\n'
+        'sglang:spec_accept_length{model_name="m",tp_rank="1"} 4.0\n'
+    )
+    assert read_sglang(text) == 3.5
+    assert read_sglang(METRICS) is None
+
+
+def test_a_result_of_vllm_bench_serve_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    found = {
+        "num_prompts": 10,
+        "completed": 9,
+        "max_concurrency": 4,
+        "output_throughput": 80.0,
+        "mean_tpot_ms": 40.0,
+        "spec_decode_num_drafts": 100,
+        "spec_decode_accepted_tokens": 150,
+        "spec_decode_acceptance_length": 2.5,
+    }
+    path.write_text(json.dumps(found), encoding="utf-8")
+    row, note = read_bench(path)
+    assert row == {
+        "users": 4,
+        "requests": 10,
+        "failed": 1,
+        "tokens_per_second_user": 25.0,
+        "tokens_per_second_total": 80.0,
+    }
+    assert "acceptance length 2.50 (100 steps, 150 accepted)" in note
+    path.write_text(json.dumps({**found, "mean_tpot_ms": "fast"}), encoding="utf-8")
+    with pytest.raises(UserError, match="mean_tpot_ms 'fast'"):
+        read_bench(path)

@@ -157,6 +157,7 @@ def test_a_tiny_target(target: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     # A draft from the server's features, without the target.
     arguments = ["train", "--features", str(theirs), "--target", target, "--steps", "2"]
     arguments += ["--layers", "1", "--block-size", "3", "--draft-vocab", "128"]
+    arguments += ["--mask-token-id", "257"]
     assert main([*arguments, "--out", str(tmp_path / "draft")]) == 0
 
 

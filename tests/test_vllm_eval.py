@@ -2,6 +2,8 @@
 in-process decoding, their times those at which tokens came."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,30 @@ def test_every_fault_is_survived(fast: str, prompts: Path, tmp_path: Path) -> No
     notes = " ".join(report(tmp_path / "disturbed")["notes"])
     assert "requests were sent again after a failure" in notes
     assert "agree" in notes
+
+
+def test_results_of_vllms_own_benchmark_stand_beside(
+    fast: str, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "bench",
+        "serve",
+        "--base-url",
+        fast,
+    ]
+    words += ["--model", "target", "--tokenizer", str(target), "--dataset-name", "random"]
+    words += ["--random-input-len", "8", "--random-output-len", "8", "--ignore-eos"]
+    words += ["--num-prompts", "3", "--max-concurrency", "1", "--save-result"]
+    subprocess.run(
+        [*words, "--result-filename", str(tmp_path / "bench.json")], check=True, timeout=300
+    )
+    assert live(fast, prompts, tmp_path / "out", "--bench", str(tmp_path / "bench.json")) == 0
+    made = report(tmp_path / "out")
+    (row,) = made["surface"]
+    assert (row["users"], row["requests"], row["failed"]) == (1, 3, 0)
+    theirs = json.loads((tmp_path / "bench.json").read_text())
+    (note,) = [note for note in made["notes"] if "vllm bench serve" in note]
+    assert f"acceptance length {theirs['spec_decode_acceptance_length']:.2f}" in note

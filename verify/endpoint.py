@@ -259,6 +259,15 @@ class Endpoint:
             return None
         return read_counters(answer.text) if answer.status_code == 200 else None
 
+    def sglang_acceptance_length(self) -> float | None:
+        """SGLang's gauge of accepted tokens a step, None where there is none. Read as documented;
+        not tested against a live SGLang."""
+        try:
+            answer = self._client.get("/metrics")
+        except httpx.HTTPError:
+            return None
+        return read_sglang(answer.text) if answer.status_code == 200 else None
+
     def _once(
         self,
         path: str,
@@ -469,6 +478,16 @@ def _top_logprobs(found: Mapping[str, Any]) -> list[list[float]]:
     else:
         rows = [list((one or {}).values()) for one in found.get("top_logprobs") or ()]
     return [sorted(row, reverse=True) for row in rows]
+
+
+def read_sglang(text: str) -> float | None:
+    """`sglang:spec_accept_length` in Prometheus' text form, the mean over workers."""
+    values = [
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith(("sglang:spec_accept_length{", "sglang:spec_accept_length "))
+    ]
+    return sum(values) / len(values) if values else None
 
 
 def read_counters(text: str) -> Counters | None:
