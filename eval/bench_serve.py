@@ -25,17 +25,15 @@ def read_bench(path: Path) -> tuple[dict[str, Any], str]:
         ) from None
     if not isinstance(found, dict):
         raise UserError("--bench", str(path), "is no JSON object", "Give one result.")
-    numbers = {name: _number(found, name, path) for name in ("output_throughput", "mean_tpot_ms")}
+    milliseconds = _number(found, "mean_tpot_ms", path)
     requests = int(_number(found, "completed", path))
     asked = int(found.get("num_prompts") or requests)
     row = {
         "users": int(found.get("max_concurrency") or asked),
         "requests": asked,
         "failed": asked - requests,
-        "tokens_per_second_user": 1e3 / numbers["mean_tpot_ms"]
-        if numbers["mean_tpot_ms"]
-        else None,
-        "tokens_per_second_total": numbers["output_throughput"],
+        "tokens_per_second_user": 1e3 / milliseconds if milliseconds else None,
+        "tokens_per_second_total": _number(found, "output_throughput", path),
     }
     return row, _acceptance(found, path)
 
