@@ -138,6 +138,14 @@ def train(
             rich_help_panel=DRAFT,
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="A public K3 draft's sizes, taps and block in the place of these options: k3-mla, "
+            "k3-gqa, k3-gqa-96; for `k3-mini` k3-mla-mini and k3-gqa-mini.",
+            rich_help_panel=DRAFT,
+        ),
+    ] = None,
     mla: Annotated[
         bool,
         typer.Option(
@@ -206,7 +214,7 @@ def train(
         stream=stream,
     )
     read = _read_responses if features is None else _read_features
-    given = read(_one_of(responses, features), choice, parse_taps(taps))
+    given = read(_one_of(responses, features), choice, _preset_taps(preset, parse_taps(taps)))
     sampling = given.serving_sampling(temperature, top_p, validates=held_out > 0)
     settings = TrainSettings(
         budget=Budget(steps=steps, minutes=minutes),
@@ -236,6 +244,7 @@ def train(
         num_kv_heads=kv_heads,
         is_causal=causal,
         mask_token_id=mask_token_id,
+        preset=preset,
     )
     opened = given.open()
     run_training(
@@ -363,6 +372,18 @@ def parse_taps(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError("--taps", text, "is not a list of layers", "Write 3,9,15.") from None
+
+
+def _preset_taps(name: str | None, taps: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The preset's taps; UserError for an unknown preset, and for other taps beside it."""
+    if name is None:
+        return taps
+    from sparksmith.draft.presets import preset as of_name
+
+    own = of_name(name).target_layer_ids
+    if taps not in (None, own):
+        raise UserError("--taps", taps, f"are not those of the preset, {own}", "Leave them out.")
+    return own
 
 
 def taps_of(choice: TargetChoice, taps: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -175,10 +175,10 @@ def _make_draft(
     torch.manual_seed(seed)
     target = opened.target
     mask = shape.mask_token_id
-    if mask is None:
+    if mask is None and shape.preset is None:
         mask = reserved_token(opened.tokenizer, target.vocab_size, inputs.responses)
     training, _ = split(inputs.responses, inputs.held_out)
-    return new_draft(target, shape, mask, word_counts(training, target.vocab_size))
+    return new_draft(target, shape, mask or 0, word_counts(training, target.vocab_size))
 
 
 def _start(trainer: "Trainer") -> None:

@@ -12,6 +12,7 @@ from sparksmith.draft.config import DSparkConfig, MLASizes
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.heads import MarkovHeadType
 from sparksmith.draft.model import DSparkDraft
+from sparksmith.draft.presets import preset
 from sparksmith.draft.vocabulary import frequent_words
 from sparksmith.verify.target import TransformersTarget
 from sparksmith.verify.target_ends import TargetEnds
@@ -40,6 +41,8 @@ class DraftShape:
     num_kv_heads: int | None = None
     is_causal: bool = False
     mask_token_id: int | None = None
+    preset: str | None = None
+    """A configuration by its name, in the place of all of the above."""
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -92,6 +95,22 @@ def reserved_token(
     )
 
 
+def _of_preset(target: TransformersTarget | TargetEnds, name: str) -> DSparkDraft:
+    config = preset(name)
+    sizes = ("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)
+    for key, size in sizes:
+        if getattr(config, key) != size:
+            raise UserError(
+                "--preset",
+                name,
+                f"is for a target whose {key} is {getattr(config, key)}, and this one's is {size}",
+                "Use another preset, or none: the draft's sizes then follow from the target's.",
+            )
+    draft = DSparkDraft(config).to(target.device)
+    draft.bind(target.embed_weight, target.head_weight)
+    return draft
+
+
 def latent_sizes(hidden_size: int, head_dim: int) -> MLASizes:
     """Sizes of latent attention for a small target, whose heads have `head_dim` dimensions.
 
@@ -117,6 +136,8 @@ def new_draft(
     `counts` [V] choose the reduced vocabulary; the target's stop tokens are always in it. Raises
     UserError for a shape that no layout has.
     """
+    if shape.preset is not None:
+        return _of_preset(target, shape.preset)
     config = target.config
     heads = int(config.num_attention_heads)
     vocab_size = target.vocab_size

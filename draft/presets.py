@@ -1,11 +1,12 @@
 """Configurations by name: public K3 drafts restated, and small ones of the same form.
 
 Sizes and positions are those of the drafts' public `config.json`; a draft trained here for K3 may
-start from either. All are for a target of 7,168 wide layers and 163,840 words.
+start from either. All are for a target of 7,168 wide layers and 163,840 words, but the mini ones.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sparksmith.draft.config import DSparkConfig, MLASizes
 from sparksmith.draft.errors import UserError
@@ -47,6 +48,18 @@ _MLA = DSparkConfig(
     block_size=7,
     markov_rank=256,
 )
+_MINI: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "target_hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 258,
+    "draft_vocab_size": 258,
+    "target_layer_ids": (1, 3, 5),
+    "mask_token_id": 257,
+    "markov_rank": 16,
+}
 _GQA = replace(
     _MLA,
     mla=None,
@@ -70,6 +83,21 @@ PRESETS: Mapping[str, DSparkConfig] = {
         mask_token_id=163_837,
         block_size=8,
     ),
+    # The same two forms, in the width of `k3-mini`.
+    "k3-mla-mini": replace(
+        _MLA,
+        **_MINI,
+        mla=MLASizes(
+            q_lora_rank=32,
+            kv_lora_rank=64,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        ),
+        num_key_value_heads=4,
+        head_dim=24,
+    ),
+    "k3-gqa-mini": replace(_GQA, **_MINI, num_key_value_heads=2, head_dim=32),
 }
 
 
