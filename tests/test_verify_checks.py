@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import MLA, tiny_draft
+from draft_models import MLA as NARROW
+from draft_models import tiny_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparksmith.draft.checkpoint import export_draft
+from sparksmith.draft.config import MLASizes
 from sparksmith.draft.convert import TargetRows, convert_draft
 from sparksmith.draft.manifest import Manifest, TargetIdentity, write_manifest
 from sparksmith.draft.rotary import Yarn
@@ -35,6 +37,14 @@ TARGET = TargetFacts(
 K3 = replace(TARGET, is_k3=True, num_layers=93, hidden_size=24)
 CONFIG = {"method": "dspark", "model": "DRAFT", "num_speculative_tokens": 4}
 SIZES = {"hidden_size": 20}
+MLA: dict[str, Any] = {
+    # As wide a latent as every attention backend takes.
+    "mla": MLASizes(
+        q_lora_rank=12, kv_lora_rank=512, qk_nope_head_dim=6, qk_rope_head_dim=64, v_head_dim=5
+    ),
+    "num_key_value_heads": 4,
+    "head_dim": 70,
+}
 
 
 def known(**changes: Any) -> dict[str, Any]:
@@ -193,6 +203,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], Break]] = [
     ("latent-options", "error", LATENT, drop("q_lora_rank")),
     ("latent-options", "warning", LATENT, put(layer_types=["sliding_attention"] * 2)),
     ("latent-options", "warning", LATENT, put(fc_norm=True)),
+    ("latent-width", "warning", {**NARROW, "stream": "prefix_sum"}, put()),
     ("activation", "error", {}, put(hidden_act="situ")),
     ("window", "error", SOUND["window"], drop("use_sliding_window")),
     ("window", "warning", SOUND["window"], drop("is_causal")),
@@ -330,6 +341,15 @@ LINES: list[tuple[str, str, dict[str, Any], ServeArguments]] = [
     ),
     ("draft-backend", "error", {}, line(attention_backend="flashmla")),
     ("draft-parallel", "error", {}, line("", "-tp 8", draft_tensor_parallel_size=4)),
+    ("attention-split", "error", {}, line("", "-tp 8")),
+    ("attention-split", "error", {}, line("", "--tensor-parallel-size=3")),
+    (
+        "attention-split",
+        "error",
+        {"num_attention_heads": 6, "num_key_value_heads": 2},
+        line("", "-tp 3"),
+    ),
+    ("attention-split", "error", LATENT, line("", "-tp 8")),
     ("batched-tokens", "error", {}, line("", "--max-num-batched-tokens 4")),
     ("batched-tokens", "warning", {}, line("", "--max-num-batched-tokens=512 --max-num-seqs 256")),
     ("v2-runner", "error", {}, line("VLLM_USE_V2_MODEL_RUNNER=0")),
@@ -350,6 +370,17 @@ def test_a_broken_command_line(
 ) -> None:
     folder = sound(tmp_path / "draft", **kind)
     assert level in levels(found(folder, K3 if "mla" in kind else TARGET, serve), check)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [("-tp 2", {}), ("-tp 4", {}), ("-tp 8", {"draft_tensor_parallel_size": 1})],
+)
+def test_heads_that_divide_over_the_devices(
+    options: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = sound(tmp_path / "draft")
+    assert levels(found(folder, TARGET, line("", options, **changes)), "attention-split") == set()
 
 
 def test_the_memory_of_kept_logits(tmp_path: Path) -> None:

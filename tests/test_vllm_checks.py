@@ -439,6 +439,8 @@ def test_a_speculators_draft_alone_names_its_target_by_the_hub(tmp_path: Path) -
     save_random_draft(tmp_path / "draft")
     draft = tmp_path / "speculators"
     convert_draft(tmp_path / "draft", draft, "speculators", target=str(tmp_path / "target"))
+    found = findings(inspect(draft, FACTS))
+    assert "verifier-name" in {finding.check for finding in found}
     with pytest.raises(RefusedError):
         in_vllm(served_alone, draft)
 
@@ -455,6 +457,7 @@ def test_the_first_runner_has_no_dspark(target: Path, tmp_path: Path) -> None:
 
 
 UNSEEN = {
+    "attention-split": "several devices",
     "aux-stream": "K3's streams exist in its model for GPUs alone",
     "batched-tokens": "vLLM 0.33 refuses it, 0.32 runs fewer requests at a time",
     "draft-backend": "a GPU's attention",

@@ -610,6 +610,23 @@ def latent_options(subject: Subject) -> Iterator[Seen]:
             )
 
 
+@check("latent-width", "warning", "a position's latent is 576 numbers wide")
+def latent_width(subject: Subject) -> Iterator[Seen]:
+    """Latent attention keeps kv_lora_rank + qk_rope_head_dim numbers a position. DeepSeek's are
+    512 + 64, and several of vLLM's attention backends are written for 576 alone: they refuse
+    another width when the draft is built, or are left out of the choice.
+    """
+    if not subject.latent:
+        return
+    rank, rotary = subject.number("kv_lora_rank"), subject.number("qk_rope_head_dim")
+    if rank is not None and rotary is not None and rank + rotary != 576:
+        yield Seen(
+            value=f"{rank} + {rotary} = {rank + rotary}",
+            consequence="several MLA backends refuse it, those of CPUs and Hopper among them",
+            remedy="Train a draft of kv_lora_rank 512 and qk_rope_head_dim 64.",
+        )
+
+
 @check("activation", "error", "the feed-forward activation is silu")
 def activation(subject: Subject) -> Iterator[Seen]:
     """K3 itself uses SiTU with beta 4. In a draft vLLM takes `situ` with beta 1, whatever

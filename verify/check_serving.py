@@ -6,7 +6,7 @@ The facts are those of vLLM 0.32 and 0.33; only what both know counts as known.
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from sparksmith.verify.findings import Checks, Seen, Subject
 
@@ -329,6 +329,34 @@ def draft_parallel(subject: Subject) -> Iterator[Seen]:
         )
 
 
+@check("attention-split", "error", "the draft's heads divide over its devices")
+def attention_split(subject: Subject) -> Iterator[Seen]:
+    """The draft's heads are shared out over the devices of its tensor parallelism, the target's
+    unless draft_tensor_parallel_size says otherwise: ten heads on eight devices is an assertion in
+    the worker, after the target has been loaded. Key/value heads must divide, or repeat evenly.
+    """
+    serve = subject.serve
+    if serve is None or not serve.speculative:
+        return
+    own = serve.speculative.get("draft_tensor_parallel_size")
+    size = own if _is_count(own) else serve.number("tensor-parallel-size") or 1
+    heads, pairs = subject.number("num_attention_heads"), subject.number("num_key_value_heads")
+    if size <= 1 or heads is None or heads < 1:
+        return
+    if heads % size:
+        yield Seen(
+            value=f"{heads} heads on {size} devices",
+            consequence="the workers stop while they build the draft",
+            remedy=f"Use a tensor-parallel size that divides {heads}.",
+        )
+    elif not subject.latent and pairs and pairs % size and size % pairs:
+        yield Seen(
+            value=f"{pairs} key/value heads on {size} devices",
+            consequence="the workers stop while they build the draft",
+            remedy=f"Use a tensor-parallel size that divides {pairs}, or is a multiple of it.",
+        )
+
+
 @check("batched-tokens", "error", "a step has room for the drafted tokens of its sequences")
 def batched_tokens(subject: Subject) -> Iterator[Seen]:
     """Each sequence takes its drafted tokens, and one more in the fill-in form, from --max-num-
@@ -465,6 +493,10 @@ def refused_requests(subject: Subject) -> Iterator[Seen]:
             consequence="requests that use them are refused",
             remedy="Tell the clients.",
         )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _speculative(subject: Subject) -> dict[str, Any] | None:
