@@ -156,6 +156,11 @@ LINES: list[tuple[str, Mapping[str, Any], dict[str, Any], dict[str, Any], str, S
     ("known-keys", GQA, {"block_len": 4}, {}, "", "block_len"),
     ("known-keys", GQA, {"tensor_parallel_size": 1}, {}, "", "tensor_parallel_size"),
     ("known-keys", MLA, {"dspark_draft_topk": 4}, {}, "", "dspark_draft_topk"),
+    ("key-values", GQA, {"num_speculative_tokens": 0}, {}, "", "num_speculative_tokens"),
+    ("key-values", GQA, {"num_speculative_tokens": "x"}, {}, "", "num_speculative_tokens"),
+    ("key-values", GQA, {"draft_sample_method": "sampled"}, {}, "", "draft_sample_method"),
+    ("key-values", GQA, {"rejection_sample_method": "blocks"}, {}, "", "rejection_sample_method"),
+    ("draft-model", GQA, {"model": None}, {}, "", ""),
     (
         "draft-tokens",
         GQA,

@@ -9,6 +9,7 @@ was seen, what happens at serving time, and what to do.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparksmith.draft.checkpoint import own_shapes
@@ -74,6 +75,8 @@ class Subject:
     manifest: Manifest | None = None
     target: TargetFacts | None = None
     serve: ServeArguments | None = None
+    folder: Path | None = None
+    """Where the files are, if they are on a disk."""
 
     @cached_property
     def tensors(self) -> tuple[dict[str, Piece], list[str]]:

@@ -59,6 +59,7 @@ def inspect(
         manifest=_manifest(folder, reading.values, shapes, offsets),
         target=target,
         serve=serve,
+        folder=folder,
     )
 
 
