@@ -29,8 +29,8 @@ def convert(
         bool,
         typer.Option(
             "--parity",
-            help="Run the draft beside the target (--target) and write parity.safetensors, for "
-            "`sparksmith check --parity`. A source's own is copied without this.",
+            help="Run the draft beside the target (--target) and write parity/parity.safetensors "
+            "into DST, for `sparksmith check --parity`. A source's own is copied without this.",
         ),
     ] = False,
 ) -> None:
@@ -70,7 +70,7 @@ def convert(
 
 
 def _record(draft: Path, target: str) -> None:
-    """parity.safetensors of the converted draft, on two of the packaged prompts."""
+    """The record of parity of the converted draft, on two of the packaged prompts."""
     from sparksmith.cli.draft_choice import bind_draft, load, stream_of
     from sparksmith.cli.progress import progress
     from sparksmith.cli.target import TargetChoice, open_target
