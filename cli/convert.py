@@ -56,6 +56,8 @@ def convert(
     done = convert_draft(source, out, to, rows=rows, target=target)
     for assumption in done.assumed:
         print(f"assumed: {assumption}")
+    if done.manifest.assumed:
+        print(f"nobody states (marked in sparksmith.json): {', '.join(done.manifest.assumed)}")
     taps = ",".join(map(str, opened.config.target_layer_ids))
     form = "" if opened.config.sample_from_anchor else ", fill-in"
     print(

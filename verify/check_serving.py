@@ -494,8 +494,7 @@ def verifier_name(subject: Subject) -> Iterator[Seen]:
     """
     if subject.layout != "speculators":
         return
-    verifier = (subject.values.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
+    name = subject.nested("speculators_config", "verifier").get("name_or_path")
     if not isinstance(name, str) or not _HUB_NAME.match(name):
         yield Seen(
             value=name,
@@ -503,9 +502,10 @@ def verifier_name(subject: Subject) -> Iterator[Seen]:
             remedy="Write the target's name on the Hub.",
             level="warning",
         )
-    proposals = (subject.values.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = proposals[0].get("speculative_tokens")
-    if tokens is None or (subject.num_drafts is not None and tokens > subject.num_drafts):
+    proposals = subject.nested("speculators_config").get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if not _is_positive(tokens) or (subject.num_drafts is not None and tokens > subject.num_drafts):
         yield Seen(
             value=f"speculative_tokens {tokens} of a block that drafts {subject.num_drafts}",
             consequence="`vllm serve DRAFT` drafts more than was trained",
@@ -572,7 +572,7 @@ def _are_rates(value: object) -> TypeGuard[list[float]]:
     return isinstance(value, list) and all(_is_number(rate) and 0 <= rate <= 1 for rate in value)
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[int]:
     return _is_count(value) and value >= 1
 
 

@@ -101,10 +101,22 @@ class Subject:
         return taps if isinstance(taps, list) else []
 
     @property
+    def tap_numbers(self) -> list[int]:
+        """Those of the taps that are numbers."""
+        return [tap for tap in self.taps if isinstance(tap, int) and not isinstance(tap, bool)]
+
+    def nested(self, *keys: str) -> Mapping[str, Any]:
+        """An object inside config.json; empty where there is none, or something else."""
+        found: Any = self.values
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    @property
     def num_drafts(self) -> int | None:
         """How many tokens a block drafts, where block_size says it."""
         size = self.flat.get("block_size")
-        if not isinstance(size, int):
+        if not isinstance(size, int) or isinstance(size, bool):
             return None
         return size if self.flat.get("sample_from_anchor", True) else size - 1
 
