@@ -197,7 +197,7 @@ def _alone(draft: Path) -> "list[Finding]":
 
 
 def _replay(draft: Path, opened: "OpenTarget") -> "list[Finding]":
-    """What differs from parity.safetensors, as errors."""
+    """What differs from the draft's record of parity, as errors."""
     from sparksmith.cli.draft_choice import bind_draft, load
     from sparksmith.verify.findings import Finding
     from sparksmith.verify.parity import read_parity, replay_parity
@@ -262,7 +262,7 @@ def _replay_engine(
 
 
 def _agreement(here: bool, endpoint: str | None) -> str:
-    parts = ["every stage agrees with parity.safetensors"] if here else []
+    parts = ["every stage agrees with parity/parity.safetensors"] if here else []
     if endpoint is not None:
         parts.append(f"{endpoint} gives its text and accepts in every step what it says")
     return "; ".join(parts)
@@ -315,5 +315,6 @@ def _print(found: "list[Finding]", result: "ProbeResult | None", *, skipped: boo
     if not found:
         console.print(Text("no findings", style="green"))
     else:
-        console.print(Text(", ".join(f"{n} {level}s" for level, n in counts.items() if n)))
+        said = (f"{n} {level}{'s' * (n > 1)}" for level, n in counts.items() if n)
+        console.print(Text(", ".join(said)))
         console.print(Text(f"`sparksmith check --explain {found[0].check}` tells more."))

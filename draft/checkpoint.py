@@ -111,7 +111,7 @@ def open_draft(folder: Path) -> DraftFiles:
     Raises UserError for a missing or broken file, an unfit configuration, and tensors that are
     missing, unknown or misshapen.
     """
-    values = _config_values(folder)
+    values = config_values(folder)
     shapes, files = tensor_shapes(folder)
     reading = flatten(values, shapes)
     config = DSparkConfig.from_json_dict(reading.values)
@@ -146,16 +146,24 @@ def shipped_head(folder: Path) -> Tensor | None:
 
 def read_config(folder: Path) -> DSparkConfig:
     """The configuration of the draft in `folder`; UserError if there is none or it is unfit."""
-    values = _config_values(folder)
+    values = config_values(folder)
     shapes = tensor_shapes(folder)[0] if _weight_files(folder) else {}
     return DSparkConfig.from_json_dict(flatten(values, shapes).values)
 
 
-def _config_values(folder: Path) -> Mapping[str, Any]:
+def config_values(folder: Path) -> Mapping[str, Any]:
+    """The object in a draft's config.json; UserError where there is none."""
+    if folder.is_file():
+        raise UserError(
+            "draft", str(folder), "is a file", f"Give the folder that holds it: {folder.parent}."
+        )
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            "draft", str(folder), f"has no {CONFIG_FILE}", "Give the folder of a saved draft."
+            "draft",
+            str(folder),
+            f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist",
+            "Give the folder of a saved draft.",
         )
     return read_object(path)
 

@@ -456,7 +456,7 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         )
     names = {field.name for field in fields(Yarn)}
     for name in ("factor", "original_max_position_embeddings"):
-        if name not in rope:
+        if rope.get(name) is None:
             raise UserError(
                 f"config.json rope_parameters.{name}",
                 None,

@@ -34,7 +34,7 @@ WRONG: list[Any] = [
     [[1], {}],
     {"a": 1},
 ]
-EVERY = int(os.environ.get("SPARKSMITH_FUZZ_EVERY", "4"))
+EVERY = int(os.environ.get("SPARKSMITH_FUZZ_EVERY", "10"))
 """Of all values at all keys, one in so many is tried."""
 SECONDS = 5.0
 """More than any command takes, on a slow machine: building what a config.json asks for would."""

@@ -268,7 +268,7 @@ TENSORS: list[tuple[str, str, dict[str, Any], Any]] = [
     ("confidence-head", "error", {}, without("confidence_head.proj.weight")),
     ("confidence-head", "error", {}, without("confidence_head.proj.bias")),
     ("fusion-width", "error", {}, added("fc.weight", torch.ones(24, 60))),
-    ("reduced-vocabulary", "error", REDUCED, without("lm_head.weight")),
+    ("reduced-vocabulary", "note", REDUCED, without("lm_head.weight")),
     ("reduced-vocabulary", "error", REDUCED, without("d2t")),
     ("reduced-vocabulary", "error", REDUCED, moved),
     ("vocabulary-map", "error", REDUCED, other_words),
@@ -406,6 +406,14 @@ def test_a_broken_command_line(
 ) -> None:
     folder = sound(tmp_path / "draft", **kind)
     assert level in levels(found(folder, K3 if "mla" in kind else TARGET, serve), check)
+
+
+def test_a_training_checkpoint_is_an_error_only_where_it_is_served(tmp_path: Path) -> None:
+    folder = sound(tmp_path / "draft", **REDUCED)
+    retensored(folder, without("lm_head.weight"))
+    (note,) = found(folder)
+    assert (note.level, "export" in note.remedy) == ("note", True)
+    assert levels(found(folder, TARGET, line()), "reduced-vocabulary") == {"error"}
 
 
 @pytest.mark.parametrize(

@@ -683,8 +683,9 @@ def window(subject: Subject) -> Iterator[Seen]:
 @check("reduced-vocabulary", "error", "a reduced vocabulary has its map and its rows of the head")
 def reduced_vocabulary(subject: Subject) -> Iterator[Seen]:
     """`d2t` holds offsets: target id = draft id + d2t[draft id]. Stored as ids, every word moves,
-    and drafts look sensible while nothing is accepted. The head must ship the draft's own rows.
-    The K3 layout knows no reduced vocabulary.
+    and drafts look sensible while nothing is accepted. The head must ship the draft's own rows: a
+    checkpoint of training does without them, and `sparksmith export` adds them for serving. The
+    K3 layout knows no reduced vocabulary.
     """
     size, own = subject.number("vocab_size"), subject.number("draft_vocab_size")
     if size is None or own is None or own == size:
@@ -697,11 +698,18 @@ def reduced_vocabulary(subject: Subject) -> Iterator[Seen]:
         )
         return
     missing = [name for name in (OFFSETS, HEAD) if name not in _found(subject)]
-    if missing:
+    if missing == [HEAD]:
+        yield Seen(
+            value="a training checkpoint: the head's rows are not in it",
+            consequence="vLLM refuses it; everything here takes them from the target",
+            remedy="Serve what `sparksmith export` makes of it, which adds the rows.",
+            level="error" if subject.serve is not None else "note",
+        )
+    elif missing:
         yield Seen(
             value=f"{_list(missing)} missing",
-            consequence="vLLM refuses it",
-            remedy="Export it with `sparksmith export`, which adds the head's rows.",
+            consequence="vLLM refuses it, and nothing says which words the draft knows",
+            remedy="Save the draft again, with its map.",
         )
     if subject.offsets is not None:
         try:
