@@ -37,7 +37,10 @@ def check(
     ] = None,
     parity: Annotated[
         bool,
-        typer.Option("--parity", help="Replay parity.safetensors (with --target) and compare."),
+        typer.Option(
+            "--parity",
+            help="Replay the draft's parity/parity.safetensors (with --target) and compare.",
+        ),
     ] = False,
     endpoint: Annotated[
         str | None,
@@ -101,12 +104,18 @@ def check(
     result = _probe(draft, opened) if opened is not None and probe else None
     if result is not None:
         found = worst_first([*found, *result.findings])
+    skipped = opened is not None and probe and result is None
     if as_json:
-        print(json.dumps(_as_json(draft, found, result), indent=2, ensure_ascii=False))
+        report = {
+            **_as_json(draft, found, result),
+            "probes_skipped": skipped,
+            "parity": _parity_json(found, opened is not None, endpoint) if parity else None,
+        }
+        print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         if parity and not any(one.check == PARITY for one in found):
             print(f"parity: {_agreement(opened is not None, endpoint)}")
-        _print(found, result, skipped=opened is not None and probe and result is None)
+        _print(found, result, skipped=skipped)
     return 1 if any(finding.level == "error" for finding in found) else 0
 
 
@@ -188,7 +197,7 @@ def _alone(draft: Path) -> "list[Finding]":
 
 
 def _replay(draft: Path, opened: "OpenTarget") -> "list[Finding]":
-    """What differs from parity.safetensors, as errors."""
+    """What differs from the draft's record of parity, as errors."""
     from sparksmith.cli.draft_choice import bind_draft, load
     from sparksmith.verify.findings import Finding
     from sparksmith.verify.parity import read_parity, replay_parity
@@ -215,12 +224,14 @@ def _replay_engine(
     """Where an engine's answers to the recorded prompts differ, as errors."""
     from sparksmith.cli.draft_choice import bind_draft, load
     from sparksmith.cli.progress import progress
+    from sparksmith.draft.checkpoint import read_config
     from sparksmith.verify.endpoint import Endpoint, RequestError
     from sparksmith.verify.engine_parity import compare_engine, serve_parity
     from sparksmith.verify.findings import Finding
-    from sparksmith.verify.parity import read_parity
+    from sparksmith.verify.parity import check_fits, read_parity
 
     stored = read_parity(draft)
+    check_fits(read_config(draft), stored)
     server = Endpoint(url, model=model)
     facts = server.describe()
     try:
@@ -251,10 +262,16 @@ def _replay_engine(
 
 
 def _agreement(here: bool, endpoint: str | None) -> str:
-    parts = ["every stage agrees with parity.safetensors"] if here else []
+    parts = ["every stage agrees with parity/parity.safetensors"] if here else []
     if endpoint is not None:
         parts.append(f"{endpoint} gives its text and accepts in every step what it says")
     return "; ".join(parts)
+
+
+def _parity_json(found: "list[Finding]", here: bool, endpoint: str | None) -> dict[str, Any]:
+    """Where the record was replayed, and how many of its texts differ."""
+    differences = sum(one.check == PARITY for one in found)
+    return {"here": here, "endpoint": endpoint, "differences": differences}
 
 
 def _as_json(draft: Path, found: "list[Finding]", result: "ProbeResult | None") -> dict[str, Any]:
@@ -298,5 +315,6 @@ def _print(found: "list[Finding]", result: "ProbeResult | None", *, skipped: boo
     if not found:
         console.print(Text("no findings", style="green"))
     else:
-        console.print(Text(", ".join(f"{n} {level}s" for level, n in counts.items() if n)))
+        said = (f"{n} {level}{'s' * (n > 1)}" for level, n in counts.items() if n)
+        console.print(Text(", ".join(said)))
         console.print(Text(f"`sparksmith check --explain {found[0].check}` tells more."))

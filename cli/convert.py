@@ -29,8 +29,8 @@ def convert(
         bool,
         typer.Option(
             "--parity",
-            help="Run the draft beside the target (--target) and write parity.safetensors, for "
-            "`sparksmith check --parity`. A source's own is copied without this.",
+            help="Run the draft beside the target (--target) and write parity/parity.safetensors "
+            "into DST, for `sparksmith check --parity`. A source's own is copied without this.",
         ),
     ] = False,
 ) -> None:
@@ -56,6 +56,8 @@ def convert(
     done = convert_draft(source, out, to, rows=rows, target=target)
     for assumption in done.assumed:
         print(f"assumed: {assumption}")
+    if done.manifest.assumed:
+        print(f"nobody states (marked in sparksmith.json): {', '.join(done.manifest.assumed)}")
     taps = ",".join(map(str, opened.config.target_layer_ids))
     form = "" if opened.config.sample_from_anchor else ", fill-in"
     print(
@@ -70,7 +72,7 @@ def convert(
 
 
 def _record(draft: Path, target: str) -> None:
-    """parity.safetensors of the converted draft, on two of the packaged prompts."""
+    """The record of parity of the converted draft, on two of the packaged prompts."""
     from sparksmith.cli.draft_choice import bind_draft, load, stream_of
     from sparksmith.cli.progress import progress
     from sparksmith.cli.target import TargetChoice, open_target

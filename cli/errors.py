@@ -75,8 +75,10 @@ def from_system(error: BaseException) -> UserError | None:
 
 def _message(error: UserError) -> Text:
     text = Text("error: ", style="bold red")
-    text.append(f"{error.field}: ", style="default bold")
-    text.append(f"{_shown(error.value)} {error.problem}. ", style="default not bold")
+    missing = error.value is None
+    text.append(f"{error.field} " if missing else f"{error.field}: ", style="default bold")
+    seen = "" if missing else f"{_shown(error.value)} "
+    text.append(f"{seen}{error.problem}. ", style="default not bold")
     text.append(error.remedy, style="green not bold")
     return text
 

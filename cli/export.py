@@ -35,7 +35,7 @@ def export(
 
     from sparksmith.cli.draft_choice import check_choice, check_fit
     from sparksmith.draft.checkpoint import WEIGHTS_FILE, export_draft, load_draft, read_config
-    from sparksmith.draft.manifest import read_manifest, write_manifest
+    from sparksmith.draft.manifest import for_target, read_manifest, write_manifest
 
     if dtype not in DTYPES:
         raise UserError("--dtype", dtype, "is not known", f"Use one of {', '.join(DTYPES)}.")
@@ -54,9 +54,11 @@ def export(
         head_weight = opened.target.head_weight if ships_head else None
         embed_weight = opened.target.embed_weight if embedding else None
     manifest = read_manifest(draft, config, loaded.target_ids)
+    if ships_head or embedding:
+        # Only then has it been compared with the draft.
+        manifest = for_target(manifest, target)
     export_draft(loaded, out, embed=embed_weight, head=head_weight, dtype=getattr(torch, dtype))
-    if not manifest.assumed:
-        write_manifest(manifest, out)
+    write_manifest(manifest, out)
     shipped = ["embedding"] * embedding + [f"{config.draft_vocab_size} head rows"] * ships_head
     size = (out / WEIGHTS_FILE).stat().st_size / 1e6
     print(f"draft in {out}: {size:.1f} MB, {dtype}, with {' and '.join(shipped) or 'no rows'}")

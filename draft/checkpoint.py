@@ -6,7 +6,7 @@ A loader that only copies what it finds runs with uninitialised memory where a t
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +100,8 @@ class DraftFiles:
                 tensor: Tensor = whole[rows] if shape else file.get_tensor(piece.name)
         except SafetensorError as error:
             raise _unreadable(path, error) from error
+        except OSError as error:
+            raise _closed(path, error) from error
         return tensor
 
 
@@ -109,7 +111,7 @@ def open_draft(folder: Path) -> DraftFiles:
     Raises UserError for a missing or broken file, an unfit configuration, and tensors that are
     missing, unknown or misshapen.
     """
-    values = _config_values(folder)
+    values = config_values(folder)
     shapes, files = tensor_shapes(folder)
     reading = flatten(values, shapes)
     config = DSparkConfig.from_json_dict(reading.values)
@@ -144,16 +146,24 @@ def shipped_head(folder: Path) -> Tensor | None:
 
 def read_config(folder: Path) -> DSparkConfig:
     """The configuration of the draft in `folder`; UserError if there is none or it is unfit."""
-    values = _config_values(folder)
+    values = config_values(folder)
     shapes = tensor_shapes(folder)[0] if _weight_files(folder) else {}
     return DSparkConfig.from_json_dict(flatten(values, shapes).values)
 
 
-def _config_values(folder: Path) -> Mapping[str, Any]:
+def config_values(folder: Path) -> Mapping[str, Any]:
+    """The object in a draft's config.json; UserError where there is none."""
+    if folder.is_file():
+        raise UserError(
+            "draft", str(folder), "is a file", f"Give the folder that holds it: {folder.parent}."
+        )
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
-            "draft", str(folder), f"has no {CONFIG_FILE}", "Give the folder of a saved draft."
+            "draft",
+            str(folder),
+            f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist",
+            "Give the folder of a saved draft.",
         )
     return read_object(path)
 
@@ -162,8 +172,10 @@ def read_object(path: Path) -> Mapping[str, Any]:
     """The JSON object in a draft's file; UserError for anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("draft", str(path), f"is not JSON ({error})", "Save it again.") from error
+    except OSError as error:
+        raise _closed(path, error) from error
     if not isinstance(values, Mapping):
         raise UserError("draft", str(path), "is not a JSON object", "Save it again.")
     return values
@@ -173,9 +185,29 @@ def _weight_files(folder: Path) -> list[Path]:
     """The safetensors of a draft: one file, or the shards that an index names."""
     index = folder / INDEX_FILE
     if index.is_file():
-        names = read_object(index).get("weight_map", {}).values()
-        return [folder / name for name in sorted(set(names))]
+        return [folder / name for name in _indexed(index)]
     return [folder / WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names, all of them in its own folder."""
+    where = read_object(index).get("weight_map")
+    if not isinstance(where, Mapping) or not all(isinstance(n, str) for n in where.values()):
+        raise UserError(
+            f"{INDEX_FILE} weight_map",
+            where,
+            "does not give a file for each tensor",
+            "Save the draft again, or remove the index of a single file.",
+        )
+    for tensor, name in where.items():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{INDEX_FILE} weight_map.{tensor}",
+                name,
+                "is no safetensors file of this folder",
+                "Put all files of the draft into one folder.",
+            )
+    return sorted(set(where.values()))
 
 
 def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
@@ -196,7 +228,18 @@ def tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, P
                     files[name] = path
         except SafetensorError as error:
             raise _unreadable(path, error) from error
+        except OSError as error:
+            raise _closed(path, error) from error
     return shapes, files
+
+
+def _closed(path: Path, error: OSError) -> UserError:
+    return UserError(
+        "draft",
+        str(path),
+        f"cannot be read ({error.strerror or error})",
+        "Look at its permissions and the disk.",
+    )
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
@@ -243,10 +286,18 @@ def _write(
 
 def own_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every trained tensor of a draft of this configuration."""
+    # All layers are alike: one is built, whatever a config.json says of their number.
     with torch.device("meta"):
         ids = torch.arange(config.draft_vocab_size)
-        state = DSparkDraft(config, ids).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+        state = DSparkDraft(replace(config, num_hidden_layers=1), ids).state_dict()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in state.items():
+        first, _, rest = name.partition("layers.0.")
+        numbers = range(config.num_hidden_layers) if rest and not first else (None,)
+        for number in numbers:
+            own = name if number is None else f"layers.{number}.{rest}"
+            shapes[own] = tuple(tensor.shape)
+    return shapes
 
 
 def _required_shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
@@ -272,13 +323,11 @@ def _check_tensors(
     misshapen = []
     for name, shape in sorted({**wanted, **shipped}.items()):
         if name in found:
-            piece = found[name]
-            rows = min(piece.stop, shapes[piece.name][0]) - piece.start
-            seen = [rows, *shapes[piece.name][1:]]
-            if tuple(seen) != shape:
-                misshapen.append(f"{name} is {seen} but must be {list(shape)}")
+            seen = piece_shape(found[name], shapes)
+            if seen != shape:
+                misshapen.append(f"{name} is {list(seen)} but must be {list(shape)}")
     problems = [
-        f"{what} {', '.join(names)}"
+        f"{what} {_first(names)}"
         for what, names in (
             ("is missing", sorted(wanted.keys() - found.keys())),
             ("has the unknown", sorted(unknown)),
@@ -293,6 +342,20 @@ def _check_tensors(
             "; ".join(problems),
             "The weights and their config.json do not belong together: save the draft again.",
         )
+
+
+def piece_shape(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a piece of a file's tensor; of a fused one that is too short, what is there."""
+    whole = shapes[piece.name]
+    if not whole:
+        return ()
+    return (max(0, min(piece.stop, whole[0]) - piece.start), *whole[1:])
+
+
+def _first(names: list[str]) -> str:
+    """The first of perhaps thousands of names."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 def _check_shape(what: str, weight: Tensor, shape: tuple[int, ...]) -> None:

@@ -11,11 +11,26 @@ from typing import Any, get_args
 
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.heads import MarkovHeadType
-from sparksmith.draft.rotary import Yarn
+from sparksmith.draft.rotary import Yarn, is_positive
 
 ARCHITECTURE = "Qwen3DSparkModel"
 MLA_ARCHITECTURE = "K3DSparkModel"
 
+_MOST = 1 << 24
+# Of those that multiply each other, or repeat whole layers: what no draft has.
+_MOST_OF = {
+    "num_hidden_layers": 1_024,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "block_size": 1_024,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+    **dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        1 << 16,
+    ),
+}
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -102,8 +117,12 @@ class DSparkConfig:
         _check_count("markov_rank", self.markov_rank, at_least=0)
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if not is_positive(value):
                 raise UserError(name, value, "is not a positive number", "Copy the target's value.")
+        if self.yarn is not None and self.rope_theta <= 1:
+            raise UserError(
+                "rope_theta", self.rope_theta, "is no base for YaRN", "Copy the trained value."
+            )
         self._check_attention()
         self._check_window()
         self._check_taps()
@@ -172,7 +191,9 @@ class DSparkConfig:
 
     def _check_taps(self) -> None:
         ids = self.target_layer_ids
-        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        if not ids or any(
+            isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < _MOST for i in ids
+        ):
             raise UserError(
                 "target_layer_ids", ids, "names no target layers", "Give 0-based layer numbers."
             )
@@ -360,6 +381,11 @@ def _check_count(name: str, value: object, *, at_least: int) -> None:
         raise UserError(
             name, value, "is not a valid count", f"Use an integer of {at_least} or more."
         )
+    most = _MOST_OF.get(name, _MOST)
+    if value > most:
+        raise UserError(
+            name, value, "is larger than any draft's", f"Use {most} at most: the trained value."
+        )
 
 
 def _required(values: Mapping[str, Any], key: str) -> Any:
@@ -405,7 +431,11 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     rope = values.get("rope_parameters")
     if rope is None and "rope_theta" in values:
         # transformers before 5 wrote the base at the top level.
-        rope = {"rope_theta": values["rope_theta"], **(values.get("rope_scaling") or {})}
+        scaling = values.get("rope_scaling")
+        stretched = scaling if isinstance(scaling, Mapping) else {}
+        rope = {"rope_theta": values["rope_theta"], **stretched}
+        if scaling is not None and not isinstance(scaling, Mapping):
+            rope = None
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         raise UserError(
             "config.json rope_parameters",
@@ -426,7 +456,7 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         )
     names = {field.name for field in fields(Yarn)}
     for name in ("factor", "original_max_position_embeddings"):
-        if name not in rope:
+        if rope.get(name) is None:
             raise UserError(
                 f"config.json rope_parameters.{name}",
                 None,
@@ -442,7 +472,12 @@ def _visibility(values: Mapping[str, Any]) -> tuple[int | None, bool]:
     As vLLM reads it: `is_causal` rules; else `dflash_config.causal`; else layers of the type
     `sliding_attention` are causal and all others are not.
     """
-    nested = values.get("dflash_config") or {}
+    nested = values.get("dflash_config")
+    nested = {} if nested is None else nested
+    if not isinstance(nested, Mapping):
+        raise UserError(
+            "config.json dflash_config", nested, "is not an object", "Remove it, or save it again."
+        )
     if set(nested) - {"causal", "use_swa", "swa_window_size"}:
         raise UserError(
             "config.json dflash_config",
@@ -450,7 +485,14 @@ def _visibility(values: Mapping[str, Any]) -> tuple[int | None, bool]:
             "holds keys that this draft does not know",
             "Use the flat Qwen3DSparkModel layout.",
         )
-    kinds = set(values.get("layer_types") or ["full_attention"])
+    listed = values.get("layer_types")
+    if listed is not None and not (
+        isinstance(listed, list) and all(isinstance(kind, str) for kind in listed)
+    ):
+        raise UserError(
+            "config.json layer_types", listed, "is no list of names", "Write one for each layer."
+        )
+    kinds = set(listed or ["full_attention"])
     slides = kinds == {"sliding_attention"}
     if not slides and kinds != {"full_attention"}:
         raise UserError(

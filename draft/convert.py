@@ -16,12 +16,12 @@ from sparksmith.draft.checkpoint import DraftFiles, open_draft, write_layout
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.files import replacing
 from sparksmith.draft.layouts import EMBED, HEAD, KEPT, OFFSETS, Layout, check_layout
-from sparksmith.draft.manifest import Manifest, read_manifest, write_manifest
+from sparksmith.draft.manifest import Manifest, for_target, read_manifest, write_manifest
 from sparksmith.draft.vocabulary import target_ids_of
 
 PARITY_FILE = "parity/parity.safetensors"
-"""In a folder of its own: engines load every safetensors file beside the weights as weights."""
-"""See `verify.parity`."""
+"""See `verify.parity`. In a folder of its own: engines load every safetensors file beside the
+weights as weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class TargetRows:
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """What was read and written: the layouts, the tensors shipped beside the draft's own, and
-    what was assumed of the source."""
+    what config.json left open and was assumed; the manifest says what else was."""
 
     source: Layout
     layout: Layout
@@ -65,7 +65,8 @@ def convert_draft(
     """Write the draft in `source`, of any layout, to the folder `out` in `layout`.
 
     `rows` give what the layout ships and the source lacks (`needed_rows`); `target` is the
-    target's name, where the manifest does not know it. Raises UserError, with nothing written,
+    target's name, where the manifest does not know it. sparksmith.json is always written, with
+    what had to be assumed marked as such. Raises UserError, with nothing written,
     for a source that cannot be read, and a layout that cannot express it.
     """
     opened = open_draft(source)
@@ -81,7 +82,7 @@ def convert_draft(
         )
     offsets = opened.tensor(OFFSETS) if OFFSETS in opened.found else None
     target_ids = None if offsets is None else target_ids_of(offsets, config.vocab_size)
-    manifest = read_manifest(source, config, target_ids)
+    manifest = for_target(read_manifest(source, config, target_ids), target)
     # KEPT follows from the offsets; it is written where it is read.
     tensors = {name: opened.tensor(name) for name in opened.found if name != KEPT}
     if rows is not None:
@@ -92,8 +93,7 @@ def convert_draft(
         kept[target_ids] = True
         tensors[KEPT] = kept
     write_layout(tensors, config, out, layout, target or manifest.target.name)
-    if not manifest.assumed:
-        write_manifest(manifest, out)
+    write_manifest(manifest, out)
     if (source / PARITY_FILE).is_file():
         # What the draft computes does not depend on the layout.
         (out / PARITY_FILE).parent.mkdir()

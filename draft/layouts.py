@@ -110,7 +110,7 @@ def _open(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _from_specforge(values: Mapping[str, Any], shapes: Shapes) -> Reading:
-    nested = dict(values.get("dflash_config") or {})
+    nested = dict(_inner(values, "dflash_config"))
     for key, wanted in _TRAINING.items():
         if nested.pop(key, wanted) != wanted:
             raise UserError(
@@ -145,7 +145,14 @@ def _from_speculators(values: Mapping[str, Any], shapes: Shapes) -> Reading:
                 f"config.json {key}", None, "is missing", "Save the draft with speculators again."
             )
     captured = values["aux_hidden_state_layer_ids"]
-    flat: dict[str, Any] = dict(values["transformer_layer_config"])
+    if not isinstance(captured, list) or not all(type(number) is int for number in captured):
+        raise UserError(
+            "config.json aux_hidden_state_layer_ids",
+            captured,
+            "is no list of whole numbers",
+            "Write the captured states: those of the tapped layers, plus 1.",
+        )
+    flat: dict[str, Any] = dict(_inner(values, "transformer_layer_config"))
     flat |= {key: values[key] for key in _NESTED if values.get(key) is not None}
     flat |= {
         key: values[key] for key in ("draft_vocab_size", "target_hidden_size") if values.get(key)
@@ -160,18 +167,29 @@ def _from_speculators(values: Mapping[str, Any], shapes: Shapes) -> Reading:
     if "rope_parameters" not in flat and "rope_theta" not in flat:
         flat["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
         assumed.append("rope_theta is 1e6, this layout's default")
-    if set(flat.get("layer_types") or ()) == {"sliding_attention"}:
+    kinds = flat.get("layer_types")
+    if isinstance(kinds, list) and kinds and all(kind == "sliding_attention" for kind in kinds):
         flat["use_sliding_window"] = True
     return Reading(
         layout="speculators", values=_with_head_dim(flat, shapes), assumed=tuple(assumed)
     )
 
 
+def _inner(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object in config.json, empty where there is none."""
+    found = values.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise UserError(f"config.json {key}", found, "is not an object", "Save the draft again.")
+    return found
+
+
 def _with_head_dim(flat: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     if flat.get("head_dim"):
         return flat
     norms = [shape for name, shape in shapes.items() if name.endswith("self_attn.q_norm.weight")]
-    if norms:
+    if norms and norms[0]:
         return {**flat, "head_dim": norms[0][0]}
     return {k: v for k, v in flat.items() if k != "head_dim"}
 

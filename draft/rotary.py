@@ -6,6 +6,7 @@ Qwen3-style heads pair dimension i with i + D/2 ("neox"); MLA heads pair 2i with
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ from torch import Tensor
 from sparksmith.draft.errors import UserError
 
 Rotary = tuple[Tensor, Tensor]
+
+
+# Of YaRN's settings: beyond, positions and logarithms of them overflow.
+_LEAST, _MOST = 1e-6, float(1 << 31)
+
+
+def is_positive(value: object) -> TypeGuard[int | float]:
+    """Whether `value`, from a JSON file, is a number above 0, and finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +47,19 @@ class Yarn:
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        for name in (
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if value is None and name.startswith("mscale"):
+                continue
+            at_least = 0.0 if name.startswith("mscale") else _LEAST
+            if not (is_positive(value) or value == 0) or not at_least <= value <= _MOST:
                 raise UserError(
                     f"rope_parameters.{name}",
                     value,

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +104,47 @@ def test_nothing_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["check"]) == 2
     assert main(["check", str(tmp_path)]) == 2
     assert "config.json" in words(capsys.readouterr().err)
+    assert main(["check", str(tmp_path / "none")]) == 2
+    assert "does not exist" in words(capsys.readouterr().err)
+
+
+def test_a_file_for_a_draft(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["check"], ["convert", "--to", "vllm"], ["vllm", "--target", "org/t"]):
+        out = [str(draft.parent / "out")] if command[0] == "convert" else []
+        assert main([*command, str(draft / "model.safetensors"), *out]) == 2
+        assert f"is a file. Give the folder that holds it: {draft}" in capsys.readouterr().err
+
+
+def test_messages_say_what_is_missing(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(draft), "--parity"]) == 2
+    assert "error: --target is needed for --parity." in words(capsys.readouterr().err)
+
+
+def test_one_finding_is_not_several(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = draft / "config.json"
+    path.write_text(path.read_text().replace('"hidden_act": "silu"', '"hidden_act": "situ"'))
+    main(["check", str(draft)])
+    assert "1 error\n" in capsys.readouterr().out
+
+
+def test_json_says_what_ran(draft: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def report(*options: str) -> dict[str, Any]:
+        main(["check", str(draft), "--target", str(target), "--json", *options])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    plain = report("--no-probe")
+    assert (plain["parity"], plain["probes"], plain["probes_skipped"]) == (None, None, False)
+    there = draft.parent / "there"
+    convert = ["convert", str(draft), str(there), "--to", "vllm", "--target", str(target)]
+    assert main([*convert, "--parity"]) == 0
+    shutil.move(there / "parity", draft / "parity")
+    capsys.readouterr()
+    replayed = report("--parity", "--no-probe")
+    assert replayed["parity"] == {"here": True, "endpoint": None, "differences": 0}
+    path = draft / "config.json"
+    path.write_text(
+        path.read_text().replace('"target_hidden_size": 32', '"target_hidden_size": 33')
+    )
+    broken = report()
+    assert (broken["probes"], broken["probes_skipped"]) == (None, True)

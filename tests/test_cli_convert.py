@@ -1,5 +1,6 @@
 """`sparksmith convert`: what it prints, what it asks for, and that it replaces nothing."""
 
+import json
 import re
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def test_what_is_assumed_and_what_is_missing_is_said(
     assert main(["convert", str(out), str(tmp_path / "x"), "--to", "deepspec"]) == 2
     assert "--target" in words(capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
+
+
+def test_the_manifest_is_always_written(
+    draft: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, last = tmp_path / "speculators", tmp_path / "last"
+    assert main(["convert", str(draft), str(out), "--to", "speculators"]) == 0
+    assert "trained_length" in words(capsys.readouterr().out)
+    manifest = json.loads((out / "sparksmith.json").read_text())
+    assert {"target", "trained_length", "taps.stream"} <= set(manifest["assumed"])
+    assert main(["convert", str(out), str(last), "--to", "vllm", "--target", "org/t"]) == 0
+    manifest = json.loads((last / "sparksmith.json").read_text())
+    assert manifest["target"]["name"] == "org/t"
+    assert "target" not in manifest["assumed"]
+    served = tmp_path / "served"
+    assert main(["export", str(last), str(served)]) == 0
+    assert json.loads((served / "sparksmith.json").read_text()) == manifest
 
 
 def test_unfit_requests(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from sparksmith.cli.demo import packaged_draft
 from sparksmith.cli.main import main
 from sparksmith.draft.checkpoint import WEIGHTS_FILE, load_draft, read_config
+from sparksmith.draft.manifest import read_manifest
 
 MEGABYTE = 10**6
 
@@ -32,6 +33,15 @@ def test_its_card_is_about_this_file() -> None:
     card = (folder / "README.md").read_text(encoding="utf-8")
     digest = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
     assert re.findall(r"[0-9a-f]{64}", card) == [digest]
+
+
+def test_its_manifest_says_what_its_card_says() -> None:
+    folder = packaged_draft()
+    draft = load_draft(folder)
+    manifest = read_manifest(folder, draft.config, draft.target_ids)
+    assert (manifest.assumed, manifest.target.name) == ((), "embedded")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert [f"{figure.value:.2f} [" in card for figure in manifest.figures] == [True, True]
 
 
 @pytest.mark.embedded

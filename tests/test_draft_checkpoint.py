@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import VOCABULARY, tiny_draft
+from draft_models import MLA, VOCABULARY, tiny_draft
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,6 +16,8 @@ from sparksmith.draft.checkpoint import (
     WEIGHTS_FILE,
     export_draft,
     load_draft,
+    open_draft,
+    own_shapes,
     save_draft,
     shipped_head,
 )
@@ -200,3 +202,44 @@ def test_saving_again_replaces_whole_files(tmp_path: Path) -> None:
     save_draft(second, tmp_path)
     assert torch.equal(load_draft(tmp_path).fc.weight, second.fc.weight)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        ({}, "weight_map"),
+        ({"weight_map": ["model.safetensors"]}, "weight_map"),
+        ({"weight_map": {"fc.weight": 3}}, "weight_map"),
+        ({"weight_map": {"fc.weight": "../model.safetensors"}}, r"weight_map\.fc\.weight"),
+        ({"weight_map": {"fc.weight": "/etc/passwd"}}, r"weight_map\.fc\.weight"),
+        ({"weight_map": {"fc.weight": ".."}}, r"weight_map\.fc\.weight"),
+        ({"weight_map": {"fc.weight": "lost.safetensors"}}, "the index names it"),
+    ],
+)
+def test_an_index_that_points_nowhere(index: object, named: str, tmp_path: Path) -> None:
+    save_draft(tiny_draft(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(UserError, match=named):
+        open_draft(tmp_path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_draft(tiny_draft(), tmp_path)
+
+    def denied(*_arguments: object, **_named: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sparksmith.draft.checkpoint.safe_open", denied)
+        with pytest.raises(UserError, match=r"model\.safetensors.*Permission denied"):
+            open_draft(tmp_path)
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(UserError, match=r"config\.json.*Permission denied"):
+        open_draft(tmp_path)
+
+
+def test_shapes_follow_from_the_configuration_alone() -> None:
+    for changes in ({}, MLA, {"draft_vocab_size": 20}, {"markov_head_type": "rnn"}):
+        draft = tiny_draft(num_hidden_layers=3, **changes)
+        wanted = {name: tuple(t.shape) for name, t in draft.state_dict().items()}
+        assert own_shapes(draft.config) == wanted

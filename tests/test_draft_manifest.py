@@ -14,6 +14,7 @@ from sparksmith.draft.manifest import (
     Figure,
     Manifest,
     TargetIdentity,
+    for_target,
     read_manifest,
     vocabulary_hash,
     write_manifest,
@@ -85,6 +86,17 @@ def test_a_manifest_of_another_draft_is_named(other: dict[str, Any], tmp_path: P
         ({"taps": None}, "taps"),
         ({"blok_size": 4}, "blok_size"),
         ({"target": {"nmae": "x"}}, "incomplete"),
+        ({"target": ["x"]}, "target"),
+        ({"target": {"name": 3}}, "target"),
+        ({"taps": {"layers": ["a"], "convention": "output_of_layer"}}, "taps"),
+        ({"block_size": "4"}, "block_size"),
+        ({"is_causal": 0}, "is_causal"),
+        ({"rope": []}, "rope"),
+        ({"trained_length": 0.5}, "trained_length"),
+        ({"thinking_modes": "on"}, "thinking_modes"),
+        ({"calibration": ["a"]}, "calibration"),
+        ({"figures": [{"what": "x"}]}, "figures"),
+        ({"assumed": [1]}, "assumed"),
     ],
 )
 def test_what_is_broken_is_named(change: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -93,6 +105,18 @@ def test_what_is_broken_is_named(change: dict[str, Any], named: str, tmp_path: P
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(UserError, match=named):
         read_manifest(tmp_path, draft.config, draft.target_ids)
+
+
+def test_what_was_assumed_stays_so_until_it_is_known(tmp_path: Path) -> None:
+    draft = tiny_draft()
+    first = read_manifest(tmp_path, draft.config, draft.target_ids)
+    write_manifest(first, tmp_path)
+    again = read_manifest(tmp_path, draft.config, draft.target_ids)
+    assert again == first
+    named = for_target(again, "org/target")
+    assert named.target.name == "org/target"
+    assert set(again.assumed) - set(named.assumed) == {"target"}
+    assert for_target(named, "org/other") == named
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:

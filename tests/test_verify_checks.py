@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import MLA, tiny_draft
+from draft_models import MLA as NARROW
+from draft_models import tiny_draft
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparksmith.draft.checkpoint import export_draft
+from sparksmith.draft.config import MLASizes
 from sparksmith.draft.convert import TargetRows, convert_draft
+from sparksmith.draft.errors import UserError
 from sparksmith.draft.manifest import Manifest, TargetIdentity, write_manifest
 from sparksmith.draft.rotary import Yarn
 from sparksmith.verify.findings import Finding, TargetFacts
@@ -33,8 +36,16 @@ TARGET = TargetFacts(
     revision="r1",
 )
 K3 = replace(TARGET, is_k3=True, num_layers=93, hidden_size=24)
-CONFIG = {"method": "dspark", "model": "DRAFT", "num_speculative_tokens": 4}
+CONFIG = {"method": "dspark", "model": "/elsewhere/draft", "num_speculative_tokens": 4}
 SIZES = {"hidden_size": 20}
+MLA: dict[str, Any] = {
+    # As wide a latent as every attention backend takes.
+    "mla": MLASizes(
+        q_lora_rank=12, kv_lora_rank=512, qk_nope_head_dim=6, qk_rope_head_dim=64, v_head_dim=5
+    ),
+    "num_key_value_heads": 4,
+    "head_dim": 70,
+}
 
 
 def known(**changes: Any) -> dict[str, Any]:
@@ -193,6 +204,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any], Break]] = [
     ("latent-options", "error", LATENT, drop("q_lora_rank")),
     ("latent-options", "warning", LATENT, put(layer_types=["sliding_attention"] * 2)),
     ("latent-options", "warning", LATENT, put(fc_norm=True)),
+    ("latent-width", "warning", {**NARROW, "stream": "prefix_sum"}, put()),
     ("activation", "error", {}, put(hidden_act="situ")),
     ("window", "error", SOUND["window"], drop("use_sliding_window")),
     ("window", "warning", SOUND["window"], drop("is_causal")),
@@ -256,7 +268,7 @@ TENSORS: list[tuple[str, str, dict[str, Any], Any]] = [
     ("confidence-head", "error", {}, without("confidence_head.proj.weight")),
     ("confidence-head", "error", {}, without("confidence_head.proj.bias")),
     ("fusion-width", "error", {}, added("fc.weight", torch.ones(24, 60))),
-    ("reduced-vocabulary", "error", REDUCED, without("lm_head.weight")),
+    ("reduced-vocabulary", "note", REDUCED, without("lm_head.weight")),
     ("reduced-vocabulary", "error", REDUCED, without("d2t")),
     ("reduced-vocabulary", "error", REDUCED, moved),
     ("vocabulary-map", "error", REDUCED, other_words),
@@ -281,7 +293,36 @@ LINES: list[tuple[str, str, dict[str, Any], ServeArguments]] = [
     ("known-keys", "error", {}, line(parallel_drafting=True)),
     ("known-keys", "error", {}, line(fly_window_size=2)),
     ("known-keys", "error", LATENT, line(dspark_draft_topk=8)),
+    ("spec-method", "warning", {}, ServeArguments.parse("vllm serve org/target")),
+    ("key-values", "error", {}, line(num_speculative_tokens=0)),
+    ("key-values", "error", {}, line(num_speculative_tokens=-1)),
+    ("key-values", "error", {}, line(num_speculative_tokens="x")),
+    ("key-values", "error", {}, line(num_speculative_tokens=[1])),
+    ("key-values", "error", {}, line(num_speculative_tokens=0.5)),
+    ("key-values", "error", {}, line(num_speculative_tokens=float("inf"))),
+    ("key-values", "error", {}, line(draft_tensor_parallel_size="x")),
+    ("key-values", "error", {}, line(draft_sample_method="sampled")),
+    ("key-values", "error", {}, line(rejection_sample_method=["block"])),
+    ("key-values", "error", {}, line(attention_backend=7)),
+    (
+        "key-values",
+        "error",
+        {},
+        line(rejection_sample_method="synthetic", synthetic_acceptance_length="3"),
+    ),
+    (
+        "synthetic",
+        "error",
+        {},
+        line(rejection_sample_method="synthetic", synthetic_acceptance_rates=["a", None, 1, 2]),
+    ),
+    ("dynamic-tokens", "error", {}, line(num_speculative_tokens_per_batch_size=[[1, 4, None]])),
+    ("dynamic-tokens", "error", {}, line(num_speculative_tokens_per_batch_size="x")),
+    ("draft-model", "error", {}, line(model=None)),
+    ("draft-model", "error", {}, line(model="/")),
+    ("draft-model", "warning", {}, line(model="RedHatAI/Kimi-K3-speculator.dspark")),
     ("draft-tokens", "error", {}, line(num_speculative_tokens=5)),
+    ("draft-tokens", "error", {}, line(num_speculative_tokens="5")),
     ("draft-tokens", "error", {"sample_from_anchor": False}, line(num_speculative_tokens=4)),
     ("draft-tokens", "error", {"sample_from_anchor": False}, line(num_speculative_tokens=None)),
     ("sampling-methods", "warning", {}, line(rejection_sample_method="block")),
@@ -330,6 +371,15 @@ LINES: list[tuple[str, str, dict[str, Any], ServeArguments]] = [
     ),
     ("draft-backend", "error", {}, line(attention_backend="flashmla")),
     ("draft-parallel", "error", {}, line("", "-tp 8", draft_tensor_parallel_size=4)),
+    ("attention-split", "error", {}, line("", "-tp 8")),
+    ("attention-split", "error", {}, line("", "--tensor-parallel-size=3")),
+    (
+        "attention-split",
+        "error",
+        {"num_attention_heads": 6, "num_key_value_heads": 2},
+        line("", "-tp 3"),
+    ),
+    ("attention-split", "error", LATENT, line("", "-tp 8")),
     ("batched-tokens", "error", {}, line("", "--max-num-batched-tokens 4")),
     ("batched-tokens", "warning", {}, line("", "--max-num-batched-tokens=512 --max-num-seqs 256")),
     ("v2-runner", "error", {}, line("VLLM_USE_V2_MODEL_RUNNER=0")),
@@ -340,6 +390,12 @@ LINES: list[tuple[str, str, dict[str, Any], ServeArguments]] = [
     ("trained-length", "warning", {}, line("", "--max-model-len 128k")),
     ("prefix-caching", "warning", {}, line("", "--enable-prefix-caching")),
     ("fp8-cache", "error", LATENT, line("", "--kv-cache-dtype fp8")),
+    (
+        "fp8-cache",
+        "error",
+        LATENT,
+        line("", "--kv-cache-dtype fp8 --attention-config.use_prefill_query_quantization=false"),
+    ),
     ("refused-requests", "note", {}, line()),
 ]
 
@@ -350,6 +406,25 @@ def test_a_broken_command_line(
 ) -> None:
     folder = sound(tmp_path / "draft", **kind)
     assert level in levels(found(folder, K3 if "mla" in kind else TARGET, serve), check)
+
+
+def test_a_training_checkpoint_is_an_error_only_where_it_is_served(tmp_path: Path) -> None:
+    folder = sound(tmp_path / "draft", **REDUCED)
+    retensored(folder, without("lm_head.weight"))
+    (note,) = found(folder)
+    assert (note.level, "export" in note.remedy) == ("note", True)
+    assert levels(found(folder, TARGET, line()), "reduced-vocabulary") == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [("-tp 2", {}), ("-tp 4", {}), ("-tp 8", {"draft_tensor_parallel_size": 1})],
+)
+def test_heads_that_divide_over_the_devices(
+    options: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = sound(tmp_path / "draft")
+    assert levels(found(folder, TARGET, line("", options, **changes)), "attention-split") == set()
 
 
 def test_the_memory_of_kept_logits(tmp_path: Path) -> None:
@@ -423,10 +498,67 @@ def test_every_check_tells_a_story() -> None:
         assert not check.title.endswith(".")
 
 
-@pytest.mark.parametrize("text", ["--speculative-config '{", "--speculative-config 7", "'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--speculative-config '{",
+        "--speculative-config 7",
+        "--speculative-config '[]'",
+        "--speculative-config '[[1, 2]]'",
+        "--speculative-config '{}'",
+        f"--speculative-config '{'[' * 100_000}'",
+        "--speculative-config",
+        "vllm serve t --speculative-config --enforce-eager",
+        "--speculative-config.method",
+        "--spec-tokens 3 --speculative-config.num_speculative_tokens=3",
+        "-tp",
+        "-tp x",
+        "-tp 0",
+        "--max-num-seqs 2.5",
+        "--max-num-seqs inf",
+        "--max-model-len nan",
+        "'",
+    ],
+)
 def test_a_command_line_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--serve-args|--speculative-config"):
+    with pytest.raises(UserError) as caught:
         ServeArguments.parse(text)
+    assert caught.value.field.startswith("-")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "VLLM_USE_V2_MODEL_RUNNER=0 ",
+        "export VLLM_USE_V2_MODEL_RUNNER=0; ",
+        "export VLLM_USE_V2_MODEL_RUNNER=0 && ",
+        "env VLLM_USE_V2_MODEL_RUNNER=0 ",
+        "env -u OTHER VLLM_USE_V2_MODEL_RUNNER=0 /usr/bin/",
+        "#!/bin/sh\nset -e\nVLLM_USE_V2_MODEL_RUNNER=0 ",
+    ],
+)
+def test_variables_before_the_command(before: str, tmp_path: Path) -> None:
+    config = json.dumps({**CONFIG, "model": str(tmp_path / "draft")})
+    text = (
+        f"{before}vllm serve org/t \\\n  --speculative-config '{config}' \\\n  \"$@\"; echo -tp 8"
+    )
+    serve = ServeArguments.parse(text)
+    assert serve.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert serve.options.keys() == {"speculative-config"}
+    assert levels(found(sound(tmp_path / "draft"), TARGET, serve), "v2-runner") == {"error"}
+
+
+def test_dotted_keys_are_those_of_the_json() -> None:
+    serve = ServeArguments.parse(
+        "vllm serve t --speculative-config.method dspark -sc.model=/a.b/c "
+        "--speculative-config.num-speculative-tokens 4 --attention-config.backend X "
+        "--attention-config '{\"use_prefill_query_quantization\": true}'"
+    )
+    assert serve.speculative == {"method": "dspark", "model": "/a.b/c", "num_speculative_tokens": 4}
+    assert serve.json_object("attention-config") == {
+        "backend": "X",
+        "use_prefill_query_quantization": True,
+    }
 
 
 def test_a_command_line_is_read_as_vllm_reads_it() -> None:

@@ -135,3 +135,49 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
     (tmp_path / PARITY_FILE).write_bytes(b"123")
     with pytest.raises(UserError, match="cannot be read"):
         read_parity(tmp_path)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda stored: stored.__delitem__(name)
+
+
+def replaced(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda stored: stored.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda stored: stored.clear(), "holds no text"),
+        (without("1.anchors"), r"1\.anchors"),
+        (without("0.log_norm"), r"0\.log_norm"),
+        (lambda stored: stored.update({"9.tokens": torch.zeros(3).long()}), "texts 0, 1, 9"),
+        (replaced("0.tokens", torch.zeros(2, 3).long()), r"0\.tokens"),
+        (replaced("0.hidden", torch.zeros(3, 7)), r"0\.hidden"),
+        (replaced("0.context", torch.zeros(3, 7)), r"0\.context"),
+        (replaced("0.previous", torch.zeros(0, 4).long()), r"0\.previous"),
+        (replaced("0.drafted", torch.tensor(3)), r"0\.drafted"),
+        (replaced("0.prompt_length", torch.tensor([9_999])), "prompt_length 9999"),
+        (replaced("0.prompt_length", torch.tensor([0.5])), "prompt_length"),
+        (replaced("0.accepted", torch.tensor([0.5])), "accepted"),
+    ],
+)
+def test_an_incomplete_record_names_what_is_missing(
+    change: Callable[[dict[str, Tensor]], None], named: str, tmp_path: Path
+) -> None:
+    stored = recorded(fitting_draft(TARGET))
+    assert read_parity(write_parity(stored, tmp_path).parent.parent).keys() == stored.keys()
+    change(stored)
+    write_parity(stored, tmp_path)
+    with pytest.raises(UserError, match=named):
+        read_parity(tmp_path)
+
+
+def test_a_record_of_other_sizes_or_words_is_refused() -> None:
+    draft = fitting_draft(TARGET)
+    stored = recorded(draft)
+    with pytest.raises(UserError, match=r"0\.features"):
+        replay_parity(fitting_draft(TARGET, target_layer_ids=TAPS[:1]), stored)
+    beyond = {**stored, "1.top": stored["1.top"] + draft.config.vocab_size}
+    with pytest.raises(UserError, match=r"1\.top"):
+        replay_parity(draft, beyond)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from distill_samples import fitting_draft
-from draft_models import tiny_draft
+from draft_models import MLA, tiny_config, tiny_draft
 from tiny_models import tiny_model, words
 from torch import Tensor
 from torch.nn import functional
@@ -134,6 +134,20 @@ def test_a_draft_of_another_target(draft: DSparkDraft) -> None:
     assert result.accepted < 0.3
 
 
+@pytest.mark.parametrize("changes", [{}, MLA, {"is_causal": True}])
+@pytest.mark.parametrize("factor", [1.0, 1e-2, 1e-4])
+def test_an_untrained_draft_is_not_called_broken(changes: dict[str, Any], factor: float) -> None:
+    torch.manual_seed(0)
+    draft = DSparkDraft(tiny_config(**changes))
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            weight.mul_(1.0 if "norm" in name else factor)
+    found = probe_alone(draft)
+    assert {finding.level for finding in found} <= {"warning"}
+    if factor == 1.0:
+        assert found == []
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_draft_alone(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparksmith.draft.rotary import rotary
@@ -143,6 +157,10 @@ def test_a_draft_alone(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None
         "sparksmith.draft.model.rotary",
         lambda positions, *rest: rotary(torch.zeros_like(positions), *rest),
     )
-    found = {finding.check for finding in probe_alone(tiny_draft(bind=False, is_causal=is_causal))}
+    found = {
+        finding.check
+        for finding in probe_alone(tiny_draft(bind=False, is_causal=is_causal))
+        if finding.level == "error"
+    }
     # A causal mask tells slots apart without positions.
     assert found == {"probe-order"} | (set() if is_causal else {"probe-slots"})

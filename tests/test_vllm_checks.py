@@ -156,6 +156,11 @@ LINES: list[tuple[str, Mapping[str, Any], dict[str, Any], dict[str, Any], str, S
     ("known-keys", GQA, {"block_len": 4}, {}, "", "block_len"),
     ("known-keys", GQA, {"tensor_parallel_size": 1}, {}, "", "tensor_parallel_size"),
     ("known-keys", MLA, {"dspark_draft_topk": 4}, {}, "", "dspark_draft_topk"),
+    ("key-values", GQA, {"num_speculative_tokens": 0}, {}, "", "num_speculative_tokens"),
+    ("key-values", GQA, {"num_speculative_tokens": "x"}, {}, "", "num_speculative_tokens"),
+    ("key-values", GQA, {"draft_sample_method": "sampled"}, {}, "", "draft_sample_method"),
+    ("key-values", GQA, {"rejection_sample_method": "blocks"}, {}, "", "rejection_sample_method"),
+    ("draft-model", GQA, {"model": None}, {}, "", ""),
     (
         "draft-tokens",
         GQA,
@@ -439,6 +444,8 @@ def test_a_speculators_draft_alone_names_its_target_by_the_hub(tmp_path: Path) -
     save_random_draft(tmp_path / "draft")
     draft = tmp_path / "speculators"
     convert_draft(tmp_path / "draft", draft, "speculators", target=str(tmp_path / "target"))
+    found = findings(inspect(draft, FACTS))
+    assert "verifier-name" in {finding.check for finding in found}
     with pytest.raises(RefusedError):
         in_vllm(served_alone, draft)
 
@@ -455,6 +462,7 @@ def test_the_first_runner_has_no_dspark(target: Path, tmp_path: Path) -> None:
 
 
 UNSEEN = {
+    "attention-split": "several devices",
     "aux-stream": "K3's streams exist in its model for GPUs alone",
     "batched-tokens": "vLLM 0.33 refuses it, 0.32 runs fewer requests at a time",
     "draft-backend": "a GPU's attention",

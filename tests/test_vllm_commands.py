@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_drafts import save_random_draft, save_target
+from vllm_drafts import MLA, WORDS, save_random_draft, save_target
 from vllm_engine import in_vllm, parsed
 
 from sparksmith.cli.main import main
@@ -119,6 +119,40 @@ def test_the_command_for_a_cpu_is_accepted(
     assert (read.method, read.num_tokens, read.captured) == ("dspark", 4, [1, 3])
     assert given["dtype"] == "float32"
     assert given["max_num_seqs"] == 2
+
+
+@pytest.mark.parametrize("context", [4_096, 1_048_576])
+def test_the_printed_command_for_k3_is_accepted(
+    context: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft of the K3 preset's form, smaller: the same keys, YaRN and stream."""
+    text = {**K3["text_config"], "hidden_size": 64, "vocab_size": WORDS}
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({**K3, "text_config": text}), encoding="utf-8")
+    form = PRESETS["k3-mla"]
+    sizes = {**MLA, "num_attention_heads": 16, "num_key_value_heads": 16}
+    save_random_draft(
+        tmp_path / "draft",
+        sizes,
+        yarn=form.yarn,
+        rope_theta=form.rope_theta,
+        max_position_embeddings=form.max_position_embeddings,
+        target_layer_ids=form.target_layer_ids,
+        block_size=form.block_size,
+    )
+    arguments = ["vllm", str(tmp_path / "draft"), "--target", str(target)]
+    commands = []
+    for hardware in ("b300", "h200", "mi355x"):
+        assert main([*arguments, "--hardware", hardware, "--context", str(context)]) == 0
+        printed = capsys.readouterr().out.split("command\n")[1].split("\n\nwhy")[0]
+        words = shlex.split(printed.replace("\\\n", " "))
+        commands.append(words[words.index("serve") + 1 :])
+    for read, _ in in_vllm(parsed_all, commands):
+        assert (read.architecture, read.num_tokens) == ("K3DSparkModel", form.block_size)
+        assert read.captured == [tap + 1 for tap in form.target_layer_ids]
+        assert read.target_length == context
+        assert read.max_length >= context
 
 
 def parsed_all(commands: list[list[str]]) -> list[Any]:

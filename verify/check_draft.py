@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from sparksmith.draft.checkpoint import own_shapes
+from sparksmith.draft.checkpoint import own_shapes, piece_shape
 from sparksmith.draft.config import ARCHITECTURE, MLA_ARCHITECTURE, DSparkConfig
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.layouts import EMBED, HEAD, OFFSETS, Piece, own_name, pieces
 from sparksmith.draft.manifest import Manifest, vocabulary_hash
+from sparksmith.draft.rotary import is_positive
 from sparksmith.draft.vocabulary import target_ids_of
 from sparksmith.verify.findings import Checks, Seen, Subject
 
@@ -132,9 +133,9 @@ def tap_range(subject: Subject) -> Iterator[Seen]:
     at the first step, after the whole model is loaded. The last layer's output is stored after the
     final norm by one library and before it by another, and some engines have no place for it.
     """
-    if subject.target is None or not subject.taps:
+    if subject.target is None or not subject.tap_numbers:
         return
-    depth, last = subject.target.num_layers, max(subject.taps)
+    depth, last = subject.target.num_layers, max(subject.tap_numbers)
     if last >= depth:
         yield Seen(
             value=f"tap {last} of a target of {depth} layers",
@@ -157,7 +158,7 @@ def tap_override(subject: Subject) -> Iterator[Seen]:
     `dspark_target_layer_ids`, then `target_layer_ids`. A leftover silently replaces the taps, and
     the first of these even counts them differently.
     """
-    nested = subject.values.get("dflash_config") or {}
+    nested = subject.nested("dflash_config")
     found = {
         "eagle_aux_hidden_state_layer_ids": subject.values.get("eagle_aux_hidden_state_layer_ids"),
         "dspark_target_layer_ids": subject.values.get("dspark_target_layer_ids"),
@@ -184,13 +185,13 @@ def tap_offset(subject: Subject) -> Iterator[Seen]:
         return
     captured = subject.values.get("aux_hidden_state_layer_ids") or []
     beside = subject.values.get("target_layer_ids")
-    if beside is not None and [i + 1 for i in beside] != captured:
+    if beside is not None and beside != [i - 1 for i in captured]:
         yield Seen(
             value=f"aux_hidden_state_layer_ids {captured} beside target_layer_ids {beside}",
             consequence="every feature comes from a neighbouring layer",
-            remedy=f"Write aux_hidden_state_layer_ids {[i + 1 for i in beside]}.",
+            remedy="Write each of target_layer_ids plus 1 as aux_hidden_state_layer_ids.",
         )
-    if subject.manifest and not subject.manifest.assumed:
+    if subject.manifest:
         wanted = [i + 1 for i in subject.manifest.taps]
         if captured != wanted:
             yield Seen(
@@ -207,7 +208,7 @@ def fusion_width(subject: Subject) -> Iterator[Seen]:
     """
     shape = _shape(subject, "fc.weight")
     width = subject.number("target_hidden_size") or subject.number("hidden_size")
-    if shape is None or width is None or not subject.taps:
+    if shape is None or len(shape) != 2 or width is None or not subject.taps:
         return
     wanted = width * len(subject.taps)
     if shape[1] != wanted:
@@ -299,9 +300,7 @@ def tensors(subject: Subject) -> Iterator[Seen]:
             remedy="Save the draft again, with every tensor.",
         )
     for name in sorted(wanted.keys() & found.keys()):
-        piece = found[name]
-        whole = subject.shapes[piece.name]
-        seen = (min(piece.stop, whole[0]) - piece.start, *whole[1:])
+        seen = piece_shape(found[name], subject.shapes)
         if seen != wanted[name]:
             yield Seen(
                 value=f"{name} is {list(seen)}, and config.json means {list(wanted[name])}",
@@ -370,14 +369,18 @@ def mask_token(subject: Subject) -> Iterator[Seen]:
         )
         return
     size = subject.number("vocab_size")
-    if not isinstance(mask, int) or (size is not None and not 0 <= mask < size):
+    if (
+        not isinstance(mask, int)
+        or isinstance(mask, bool)
+        or (size is not None and not 0 <= mask < size)
+    ):
         yield Seen(
             value=f"{mask} of a vocabulary of {size}",
             consequence="an index beyond the embedding: a device assertion while serving",
             remedy="Write the id with which the draft was trained.",
         )
         return
-    nested = (subject.values.get("dflash_config") or {}).get("mask_token_id")
+    nested = subject.nested("dflash_config").get("mask_token_id")
     if nested is not None and nested != mask:
         yield Seen(
             value=f"{mask}, and dflash_config says {nested}",
@@ -425,7 +428,7 @@ def anchor_form(subject: Subject) -> Iterator[Seen]:
     DeepSpec has no key. Read in the wrong form, drafts are off by one slot: under 1% acceptance.
     """
     if subject.values.get("sample_from_anchor") is None and not (
-        (subject.values.get("dflash_config") or {}).get("sample_from_anchor") is not None
+        subject.nested("dflash_config").get("sample_from_anchor") is not None
     ):
         default = "false" if subject.layout == "speculators" else "true"
         yield Seen(
@@ -497,11 +500,11 @@ def yarn_length(subject: Subject) -> Iterator[Seen]:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") == "default":
         return
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if original and factor and length and length > original * factor:
+    if is_positive(original) and is_positive(factor) and length and length > original * factor:
         yield Seen(
             value=f"{length} positions, and YaRN covers {original} x {factor:g}",
             consequence="angles beyond are read out of bounds",
-            remedy=f"Write max_position_embeddings {int(original * factor)}.",
+            remedy=f"Write max_position_embeddings {original * factor:.0f}.",
         )
     served = subject.serve.number("max-model-len") if subject.serve else None
     served = served or (subject.target.max_length if subject.target and subject.serve else None)
@@ -553,7 +556,7 @@ def confidence_head(subject: Subject) -> Iterator[Seen]:
         )
         return
     width, rank = subject.number("hidden_size"), subject.number("markov_rank")
-    if shape is None or width is None or rank is None:
+    if shape is None or len(shape) != 2 or width is None or rank is None:
         return
     with_markov = bool(subject.flat.get("confidence_head_with_markov", False))
     wanted = width + rank if with_markov else width
@@ -610,6 +613,23 @@ def latent_options(subject: Subject) -> Iterator[Seen]:
             )
 
 
+@check("latent-width", "warning", "a position's latent is 576 numbers wide")
+def latent_width(subject: Subject) -> Iterator[Seen]:
+    """Latent attention keeps kv_lora_rank + qk_rope_head_dim numbers a position. DeepSeek's are
+    512 + 64, and several of vLLM's attention backends are written for 576 alone: they refuse
+    another width when the draft is built, or are left out of the choice.
+    """
+    if not subject.latent:
+        return
+    rank, rotary = subject.number("kv_lora_rank"), subject.number("qk_rope_head_dim")
+    if rank is not None and rotary is not None and rank + rotary != 576:
+        yield Seen(
+            value=f"{rank} + {rotary} = {rank + rotary}",
+            consequence="several MLA backends refuse it, those of CPUs and Hopper among them",
+            remedy="Train a draft of kv_lora_rank 512 and qk_rope_head_dim 64.",
+        )
+
+
 @check("activation", "error", "the feed-forward activation is silu")
 def activation(subject: Subject) -> Iterator[Seen]:
     """K3 itself uses SiTU with beta 4. In a draft vLLM takes `situ` with beta 1, whatever
@@ -632,7 +652,8 @@ def window(subject: Subject) -> Iterator[Seen]:
     """
     if subject.latent:
         return
-    kinds = set(subject.flat.get("layer_types") or ())
+    listed = subject.flat.get("layer_types")
+    kinds = {str(kind) for kind in listed} if isinstance(listed, list) else set()
     if "sliding_attention" not in kinds:
         return
     if len(kinds) > 1:
@@ -642,14 +663,14 @@ def window(subject: Subject) -> Iterator[Seen]:
             remedy="Write is_causal.",
             level="warning",
         )
-    layers = subject.values.get("transformer_layer_config") or subject.values
+    layers = subject.nested("transformer_layer_config") or subject.values
     if subject.layout != "speculators" and not layers.get("use_sliding_window"):
         yield Seen(
             value="use_sliding_window is not true",
             consequence="transformers drops the window, and vLLM stops with a ValueError",
             remedy="Write use_sliding_window true.",
         )
-    nested = subject.values.get("dflash_config") or {}
+    nested = subject.nested("dflash_config")
     if layers.get("is_causal") is None and nested.get("causal") is None:
         yield Seen(
             value="is_causal is missing",
@@ -662,8 +683,9 @@ def window(subject: Subject) -> Iterator[Seen]:
 @check("reduced-vocabulary", "error", "a reduced vocabulary has its map and its rows of the head")
 def reduced_vocabulary(subject: Subject) -> Iterator[Seen]:
     """`d2t` holds offsets: target id = draft id + d2t[draft id]. Stored as ids, every word moves,
-    and drafts look sensible while nothing is accepted. The head must ship the draft's own rows.
-    The K3 layout knows no reduced vocabulary.
+    and drafts look sensible while nothing is accepted. The head must ship the draft's own rows: a
+    checkpoint of training does without them, and `sparksmith export` adds them for serving. The
+    K3 layout knows no reduced vocabulary.
     """
     size, own = subject.number("vocab_size"), subject.number("draft_vocab_size")
     if size is None or own is None or own == size:
@@ -676,11 +698,18 @@ def reduced_vocabulary(subject: Subject) -> Iterator[Seen]:
         )
         return
     missing = [name for name in (OFFSETS, HEAD) if name not in _found(subject)]
-    if missing:
+    if missing == [HEAD]:
+        yield Seen(
+            value="a training checkpoint: the head's rows are not in it",
+            consequence="vLLM refuses it; everything here takes them from the target",
+            remedy="Serve what `sparksmith export` makes of it, which adds the rows.",
+            level="error" if subject.serve is not None else "note",
+        )
+    elif missing:
         yield Seen(
             value=f"{_list(missing)} missing",
-            consequence="vLLM refuses it",
-            remedy="Export it with `sparksmith export`, which adds the head's rows.",
+            consequence="vLLM refuses it, and nothing says which words the draft knows",
+            remedy="Save the draft again, with its map.",
         )
     if subject.offsets is not None:
         try:
@@ -750,7 +779,7 @@ def last_block_taps(subject: Subject) -> Iterator[Seen]:
         return
     if subject.manifest and subject.manifest.stream == "attn_res_mixture":
         return
-    short = [tap for tap in subject.taps if isinstance(tap, int) and tap % 12 < 4 and tap > 11]
+    short = [tap for tap in subject.tap_numbers if tap % 12 < 4 and tap > 11]
     if short:
         yield Seen(
             value=f"taps {short}",
@@ -765,7 +794,7 @@ def manifest_fits(subject: Subject) -> Iterator[Seen]:
     authority. Whatever config.json says too must be the same in both.
     """
     manifest = subject.manifest
-    if manifest is None or manifest.assumed:
+    if manifest is None:
         return
     try:
         config = DSparkConfig.from_json_dict(subject.flat)

@@ -4,9 +4,11 @@ The facts are those of vLLM 0.32 and 0.33; only what both know counts as known.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from sparksmith.verify.findings import Checks, Seen, Subject
 
@@ -71,7 +73,17 @@ def spec_method(subject: Subject) -> Iterator[Seen]:
     draft model.
     """
     speculative = _speculative(subject)
-    if speculative is not None and speculative.get("method") != "dspark":
+    if speculative is None:
+        # A speculators draft is served by its own name, with what its config.json says.
+        if subject.serve is not None and subject.layout != "speculators":
+            yield Seen(
+                value="no --speculative-config",
+                consequence="no draft is served",
+                remedy="Add the one that `sparksmith vllm` prints.",
+                level="warning",
+            )
+        return
+    if speculative.get("method") != "dspark":
         yield Seen(
             value=speculative.get("method", "no method"),
             consequence="vLLM guesses from the path, and may run the draft as another kind",
@@ -105,6 +117,56 @@ def known_keys(subject: Subject) -> Iterator[Seen]:
         )
 
 
+@check("key-values", "error", "values in the speculative config are of their keys' kinds")
+def key_values(subject: Subject) -> Iterator[Seen]:
+    """SpeculativeConfig is strict about values: a word where a number belongs, no drafted tokens at
+    all, or a sampling method with a letter missing is a ValidationError, and the server stops.
+    """
+    for key, value in (_speculative(subject) or {}).items():
+        if value is None or key not in _KINDS:
+            continue
+        fits, kind = _KINDS[key]
+        if not fits(value):
+            yield Seen(
+                value=f"{key} {value!r}",
+                consequence="the server stops: a validation error",
+                remedy=f"Write {kind}.",
+            )
+
+
+@check("draft-model", "error", "the draft that is served is the one that is checked")
+def draft_model(subject: Subject) -> Iterator[Seen]:
+    """`model` in the speculative config is the draft. Without it vLLM looks for a draft inside the
+    target; with another folder, or a copy from before, nothing that was checked here holds.
+    """
+    speculative = _speculative(subject)
+    if speculative is None or subject.folder is None:
+        return
+    model, folder = speculative.get("model"), subject.folder.resolve()
+    if model is None or model == "":
+        yield Seen(
+            value="model is missing",
+            consequence="vLLM takes the target for its own draft",
+            remedy=f'Write "model": "{folder}".',
+        )
+    elif isinstance(model, str):
+        path = Path(model)
+        if _exists(path):
+            if path.resolve() != folder:
+                yield Seen(
+                    value=f"model {model}, and {folder} is checked",
+                    consequence="another draft is served than the one that was checked",
+                    remedy=f"Check {model}, or serve {folder}.",
+                )
+        elif path.name != folder.name:
+            yield Seen(
+                value=f"model {model} is not here to compare",
+                consequence="it may be another draft than the one that was checked",
+                remedy="Make sure that it is the same one.",
+                level="warning",
+            )
+
+
 @check("draft-tokens", "error", "no more tokens are drafted than a block was trained for")
 def draft_tokens(subject: Subject) -> Iterator[Seen]:
     """vLLM compares num_speculative_tokens with nothing. A bidirectional block of five, drafted
@@ -123,7 +185,7 @@ def draft_tokens(subject: Subject) -> Iterator[Seen]:
                 consequence=f"vLLM drafts block_size {size}, and the draft was trained for {most}",
                 remedy=f"Write {most}." if most else "Write the trained number.",
             )
-    elif most is not None and int(number) > most:
+    elif _is_count(number) and most is not None and number > most:
         yield Seen(
             value=f"{number} of a block that drafts {most}",
             consequence="every position's acceptance falls, not only the last ones'",
@@ -182,8 +244,8 @@ def synthetic(subject: Subject) -> Iterator[Seen]:
             remedy="Give one of the two.",
         )
     elif rates is not None and (
-        (number is not None and len(rates) != number)
-        or any(not 0 <= rate <= 1 for rate in rates)
+        not _are_rates(rates)
+        or (_is_count(number) and len(rates) != number)
         or any(b > a for a, b in itertools.pairwise(rates))
     ):
         yield Seen(
@@ -191,7 +253,11 @@ def synthetic(subject: Subject) -> Iterator[Seen]:
             consequence="vLLM refuses it",
             remedy="Give as many rates as tokens, in [0, 1], none above the one before.",
         )
-    elif length is not None and number is not None and not 1 <= length <= number + 1:
+    elif (
+        _is_number(length)
+        and _is_count(number)
+        and (not math.isfinite(length) or not 1 <= length <= number + 1)
+    ):
         yield Seen(
             value=f"length {length} for {number} tokens",
             consequence="vLLM refuses it",
@@ -229,8 +295,7 @@ def dynamic_tokens(subject: Subject) -> Iterator[Seen]:
 
 def _range_problem(ranges: Any, most: Any) -> str | None:
     if not isinstance(ranges, list) or not all(
-        isinstance(part, list) and len(part) == 3 and all(isinstance(n, int) for n in part)
-        for part in ranges
+        isinstance(part, list) and len(part) == 3 and all(map(_is_count, part)) for part in ranges
     ):
         return "it is no list of [start, end, tokens]"
     if not ranges or ranges[0][0] != 1:
@@ -239,7 +304,7 @@ def _range_problem(ranges: Any, most: Any) -> str | None:
     for first, last, tokens in ranges:
         if first <= end or last < first:
             return "its ranges overlap or are not sorted"
-        if tokens < 0 or (most is not None and tokens > most):
+        if tokens < 0 or (_is_count(most) and tokens > most):
             return f"{tokens} tokens are not between 0 and num_speculative_tokens"
         end = last
     return None
@@ -317,7 +382,7 @@ def draft_parallel(subject: Subject) -> Iterator[Seen]:
     than devices, replicated and then read as if split, fell from 20.7% to 0.84% acceptance.
     """
     size = (_speculative(subject) or {}).get("draft_tensor_parallel_size")
-    if size is None:
+    if not _is_count(size):
         return
     assert subject.serve is not None
     target = subject.serve.number("tensor-parallel-size") or 1
@@ -329,6 +394,34 @@ def draft_parallel(subject: Subject) -> Iterator[Seen]:
         )
 
 
+@check("attention-split", "error", "the draft's heads divide over its devices")
+def attention_split(subject: Subject) -> Iterator[Seen]:
+    """The draft's heads are shared out over the devices of its tensor parallelism, the target's
+    unless draft_tensor_parallel_size says otherwise: ten heads on eight devices is an assertion in
+    the worker, after the target has been loaded. Key/value heads must divide, or repeat evenly.
+    """
+    serve = subject.serve
+    if serve is None or not serve.speculative:
+        return
+    own = serve.speculative.get("draft_tensor_parallel_size")
+    size = own if _is_count(own) else serve.number("tensor-parallel-size") or 1
+    heads, pairs = subject.number("num_attention_heads"), subject.number("num_key_value_heads")
+    if size <= 1 or heads is None or heads < 1:
+        return
+    if heads % size:
+        yield Seen(
+            value=f"{heads} heads on {size} devices",
+            consequence="the workers stop while they build the draft",
+            remedy=f"Use a tensor-parallel size that divides {heads}.",
+        )
+    elif not subject.latent and pairs and pairs % size and size % pairs:
+        yield Seen(
+            value=f"{pairs} key/value heads on {size} devices",
+            consequence="the workers stop while they build the draft",
+            remedy=f"Use a tensor-parallel size that divides {pairs}, or is a multiple of it.",
+        )
+
+
 @check("batched-tokens", "error", "a step has room for the drafted tokens of its sequences")
 def batched_tokens(subject: Subject) -> Iterator[Seen]:
     """Each sequence takes its drafted tokens, and one more in the fill-in form, from --max-num-
@@ -337,7 +430,7 @@ def batched_tokens(subject: Subject) -> Iterator[Seen]:
     """
     speculative, serve = _speculative(subject), subject.serve
     number = None if speculative is None else speculative.get("num_speculative_tokens")
-    if serve is None or not isinstance(number, int):
+    if serve is None or not _is_count(number):
         return
     tokens = serve.number("max-num-batched-tokens")
     if tokens is None:
@@ -371,7 +464,7 @@ def draft_logits(subject: Subject) -> Iterator[Seen]:
     if serve is None or speculative is None or size is None:
         return
     number = speculative.get("num_speculative_tokens")
-    if speculative.get("draft_sample_method") != "probabilistic" or not isinstance(number, int):
+    if speculative.get("draft_sample_method") != "probabilistic" or not _is_count(number):
         return
     sequences = serve.number("max-num-seqs") or _DEFAULT_SEQUENCES
     taken = sequences * number * size * 2
@@ -401,8 +494,7 @@ def verifier_name(subject: Subject) -> Iterator[Seen]:
     """
     if subject.layout != "speculators":
         return
-    verifier = (subject.values.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
+    name = subject.nested("speculators_config", "verifier").get("name_or_path")
     if not isinstance(name, str) or not _HUB_NAME.match(name):
         yield Seen(
             value=name,
@@ -410,9 +502,10 @@ def verifier_name(subject: Subject) -> Iterator[Seen]:
             remedy="Write the target's name on the Hub.",
             level="warning",
         )
-    proposals = (subject.values.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = proposals[0].get("speculative_tokens")
-    if tokens is None or (subject.num_drafts is not None and tokens > subject.num_drafts):
+    proposals = subject.nested("speculators_config").get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if not _is_positive(tokens) or (subject.num_drafts is not None and tokens > subject.num_drafts):
         yield Seen(
             value=f"speculative_tokens {tokens} of a block that drafts {subject.num_drafts}",
             consequence="`vllm serve DRAFT` drafts more than was trained",
@@ -445,8 +538,8 @@ def fp8_cache(subject: Subject) -> Iterator[Seen]:
     if serve is None or subject.target is None or not subject.target.is_k3:
         return
     cache = str(serve.options.get("kv-cache-dtype", ""))
-    config = str(serve.options.get("attention-config", ""))
-    if cache.startswith("fp8") and "use_prefill_query_quantization" not in config:
+    config = serve.json_object("attention-config")
+    if cache.startswith("fp8") and config.get("use_prefill_query_quantization") is not True:
         yield Seen(
             value=f"--kv-cache-dtype {cache}",
             consequence="the server stops late",
@@ -465,6 +558,71 @@ def refused_requests(subject: Subject) -> Iterator[Seen]:
             consequence="requests that use them are refused",
             remedy="Tell the clients.",
         )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_rates(value: object) -> TypeGuard[list[float]]:
+    return isinstance(value, list) and all(_is_number(rate) and 0 <= rate <= 1 for rate in value)
+
+
+def _is_positive(value: object) -> TypeGuard[int]:
+    return _is_count(value) and value >= 1
+
+
+def _one_of(*names: str) -> tuple[Callable[[object], bool], str]:
+    return lambda value: value in names, f"one of {', '.join(names)}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+_COUNT: tuple[Callable[[object], bool], str] = (_is_positive, "a whole number above 0")
+_WORD: tuple[Callable[[object], bool], str] = (lambda value: isinstance(value, str), "a string")
+_SWITCH: tuple[Callable[[object], bool], str] = (
+    lambda value: isinstance(value, bool),
+    "true or false",
+)
+# What a value must be, and how that is said. `fly` is known to vLLM 0.33: another check refuses it.
+_KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "num_speculative_tokens",
+            "draft_tensor_parallel_size",
+            "max_model_len",
+            "dspark_draft_topk",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            "method",
+            "model",
+            "quantization",
+            "moe_backend",
+            "attention_backend",
+            "kv_cache_dtype",
+            "revision",
+            "code_revision",
+        ),
+        _WORD,
+    ),
+    **dict.fromkeys(("enforce_eager", "enable_adaptive_verification"), _SWITCH),
+    "draft_sample_method": _one_of("greedy", "probabilistic"),
+    "rejection_sample_method": _one_of("standard", "block", "synthetic", "fly"),
+    "synthetic_acceptance_length": (_is_number, "a number"),
+    "synthetic_acceptance_rates": (_are_rates, "a list of numbers from 0 to 1"),
+}
 
 
 def _speculative(subject: Subject) -> dict[str, Any] | None:

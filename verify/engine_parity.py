@@ -1,4 +1,4 @@
-"""parity.safetensors against a running engine: whether it accepts what was recorded, and if not,
+"""A record of parity against a running engine: whether it accepts what was recorded, and if not,
 which fault accepts just that.
 
 An engine tells its tokens and how many drafted tokens each step accepted. Where these differ from

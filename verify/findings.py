@@ -9,6 +9,7 @@ was seen, what happens at serving time, and what to do.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparksmith.draft.checkpoint import own_shapes
@@ -74,6 +75,8 @@ class Subject:
     manifest: Manifest | None = None
     target: TargetFacts | None = None
     serve: ServeArguments | None = None
+    folder: Path | None = None
+    """Where the files are, if they are on a disk."""
 
     @cached_property
     def tensors(self) -> tuple[dict[str, Piece], list[str]]:
@@ -98,10 +101,22 @@ class Subject:
         return taps if isinstance(taps, list) else []
 
     @property
+    def tap_numbers(self) -> list[int]:
+        """Those of the taps that are numbers."""
+        return [tap for tap in self.taps if isinstance(tap, int) and not isinstance(tap, bool)]
+
+    def nested(self, *keys: str) -> Mapping[str, Any]:
+        """An object inside config.json; empty where there is none, or something else."""
+        found: Any = self.values
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    @property
     def num_drafts(self) -> int | None:
         """How many tokens a block drafts, where block_size says it."""
         size = self.flat.get("block_size")
-        if not isinstance(size, int):
+        if not isinstance(size, int) or isinstance(size, bool):
             return None
         return size if self.flat.get("sample_from_anchor", True) else size - 1
 

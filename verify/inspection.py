@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sparksmith.draft.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    own_shapes,
-    read_object,
-    tensor_shapes,
-)
+from sparksmith.draft.checkpoint import INDEX_FILE, config_values, own_shapes, tensor_shapes
 from sparksmith.draft.config import DSparkConfig
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.layouts import OFFSETS, flatten, own_name, pieces
@@ -35,11 +29,7 @@ def inspect(
     Raises UserError only where there is nothing to check: no config.json, no readable weights, a
     layout of another kind of draft.
     """
-    values = read_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else None
-    if values is None:
-        raise UserError(
-            "draft", str(folder), f"has no {CONFIG_FILE}", "Give the folder of a saved draft."
-        )
+    values = config_values(folder)
     shapes, files = tensor_shapes(folder)
     reading = flatten(values, shapes)
     dtypes, offsets = set(), None
@@ -59,6 +49,7 @@ def inspect(
         manifest=_manifest(folder, reading.values, shapes, offsets),
         target=target,
         serve=serve,
+        folder=folder,
     )
 
 

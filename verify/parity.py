@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparksmith.draft.config import DSparkConfig
 from sparksmith.draft.convert import PARITY_FILE
 from sparksmith.draft.drafter import DSparkDrafter
 from sparksmith.draft.errors import UserError
@@ -104,7 +105,8 @@ def write_parity(stored: Mapping[str, Tensor], folder: Path) -> Path:
 
 
 def read_parity(folder: Path) -> dict[str, Tensor]:
-    """UserError where there is no such file, or it is broken."""
+    """UserError where there is no such file, or it is broken, holds no text, or lacks a tensor or
+    its shape: the message names it."""
     path = folder / PARITY_FILE
     if not path.is_file():
         raise UserError(
@@ -114,11 +116,97 @@ def read_parity(folder: Path) -> dict[str, Tensor]:
             "Write one with `sparksmith convert --parity` or `train`.",
         )
     try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(
-            "--parity", str(path), f"cannot be read ({error})", "Write it again."
-        ) from None
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise _unfit(path, f"cannot be read ({error})") from None
+    texts = sorted({name.partition(".")[0] for name in stored})
+    if not texts:
+        raise _unfit(path, "holds no text")
+    if set(texts) != {str(number) for number in range(len(texts))}:
+        raise _unfit(path, f"holds tensors of the texts {', '.join(texts[:5])}, not 0, 1, ...")
+    for text in texts:
+        _check_text(path, text, stored)
+    return stored
+
+
+def check_fits(config: DSparkConfig, stored: Mapping[str, Tensor]) -> None:
+    """UserError where a record is of a draft of other sizes."""
+    width = config.target_hidden_size * len(config.target_layer_ids)
+    drafting = config.block_size if config.sample_from_anchor else config.block_size - 1
+    sizes = {"features": (1, width), "context": (1, config.hidden_size)}
+    sizes |= {"hidden": (2, config.hidden_size), "previous": (1, drafting)}
+    for name, tensor in stored.items():
+        own = name.partition(".")[2]
+        if own in sizes:
+            axis, size = sizes[own]
+            if tensor.shape[axis] != size:
+                raise UserError(
+                    "--parity",
+                    name,
+                    f"has the shape {list(tensor.shape)}, and this draft's has {size} in place of "
+                    f"{tensor.shape[axis]}",
+                    "Use the record of this draft.",
+                )
+        if own in ("tokens", "previous", "top", "drafted") and not _are_ids(config, tensor):
+            raise UserError(
+                "--parity",
+                name,
+                f"holds numbers that are no words of a vocabulary of {config.vocab_size}",
+                "Use the record of this draft.",
+            )
+
+
+def _are_ids(config: DSparkConfig, tensor: Tensor) -> bool:
+    return bool(((tensor >= 0) & (tensor < config.vocab_size)).all())
+
+
+# Shapes by the letters of the module's docstring; those of whole numbers.
+_SHAPES = {
+    "tokens": "S",
+    "prompt_length": "1",
+    "features": "SF",
+    "anchors": "A",
+    "context": "SH",
+    "hidden": "AKH",
+    "previous": "AK",
+    "top": "AKT",
+    "base": "AKT",
+    "markov": "AKT",
+    "log_norm": "AK",
+    "drafted": "AK",
+}
+_WHOLE = ("tokens", "prompt_length", "anchors", "previous", "top", "drafted", "accepted")
+
+
+def _check_text(path: Path, text: str, stored: Mapping[str, Tensor]) -> None:
+    sizes = {"1": 1}
+    for own, letters in _SHAPES.items():
+        name = f"{text}.{own}"
+        if name not in stored:
+            raise _unfit(path, f"lacks the tensor {name}")
+        shape = stored[name].shape
+        if len(shape) == len(letters):
+            for letter, size in zip(letters, shape, strict=True):
+                sizes.setdefault(letter, size)
+        wanted = [sizes.get(letter, letter) for letter in letters]
+        if list(shape) != wanted or not stored[name].numel():
+            raise _unfit(path, f"holds {name} of shape {list(shape)}, and {wanted} is meant")
+    for own in _WHOLE:
+        found = stored.get(f"{text}.{own}")
+        if found is not None and (found.is_floating_point() or found.dim() < 1):
+            raise _unfit(path, f"holds {text}.{own}, which are no whole numbers")
+    length, start = sizes["S"], int(stored[f"{text}.prompt_length"])
+    anchors = stored[f"{text}.anchors"]
+    if not 1 <= start <= length:
+        raise _unfit(path, f"says in {text}.prompt_length {start} of {length} tokens")
+    if not ((anchors >= 0) & (anchors < length)).all():
+        raise _unfit(path, f"holds {text}.anchors beyond its {length} tokens")
+
+
+def _unfit(path: Path, problem: str) -> UserError:
+    return UserError(
+        "--parity", str(path), problem, "Write it again with `sparksmith convert --parity`."
+    )
 
 
 @torch.inference_mode()
@@ -131,6 +219,7 @@ def replay_parity(
 ) -> list[Difference]:
     """The first difference of every text, none if all agree; with a target (tapping what the
     draft needs) its features and the accepted counts of greedy decoding too."""
+    check_fits(draft.config, stored)
     found = []
     for number in range(sum(name.endswith(".tokens") for name in stored)):
         own = {

@@ -20,6 +20,10 @@ from sparksmith.verify.target import TransformersTarget, streams_of
 
 NUM_ANCHORS = 64
 _MIN_SPREAD = 1e-3
+_RESOLUTION = 1e-7
+"""Of float32: smaller differences are rounding."""
+_LISTENS = 1e-2
+"""A block that other features change by less of its size is hardly trained, and tells little."""
 _CHANCE = 2.0
 """An acceptance below this many times that of features from elsewhere is chance."""
 
@@ -44,11 +48,15 @@ STORIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What the probes measured, for `--json`: mean log-probability of the target's word at the
-    first drafted slot, by tap shift, and the share of right words by offset."""
+    """What the probes measured, for `--json`: how far a block's masked slots differ, with their
+    positions and with all the same, and what the features change of a block, all of its size; mean
+    log-probability of the target's word at the first drafted slot, by tap shift, and the share of
+    right words by offset."""
 
     positions: int
     slot_spread: float
+    slot_spread_without_positions: float
+    context_change: float
     right_by_offset: dict[int, float]
     log_probability_by_shift: dict[int, float]
     log_probability_by_stream: dict[str, float]
@@ -91,7 +99,7 @@ def probe(
     per_text = -(-NUM_ANCHORS // max(1, len(texts)))
     shifts: dict[int, list[Tensor]] = {}
     right: dict[int, list[Tensor]] = {-1: [], 0: [], 1: []}
-    overlaps, elsewhere, spreads = [], [], []
+    overlaps, elsewhere, spreads, still, changes = [], [], [], [], []
     for number, (tokens, start, by_layer) in enumerate(texts):
         last = len(tokens) - size - 2
         anchors = torch.linspace(start, max(start, last), per_text, device=tokens.device).long()
@@ -107,6 +115,10 @@ def probe(
                     right[offset].append(blocks.right(tokens, anchors, offset))
                 overlaps.append(blocks.log_probabilities(tokens, anchors)[:, 0].exp())
                 spreads.append(blocks.spread)
+                with _Still(draft):
+                    still.append(_Blocks.of(draft, features, tokens, anchors).spread)
+                deaf = _Blocks.of(draft, torch.zeros_like(features), tokens, anchors)
+                changes.append(_change(blocks.hidden, deaf.hidden))
         for stream, recorded in others.items():
             found = recorded.begin(len(tokens)).forward(tokens, 1).features
             assert found is not None
@@ -121,6 +133,8 @@ def probe(
     result = ProbeResult(
         positions=sum(len(part) for part in overlaps),
         slot_spread=max(spreads),
+        slot_spread_without_positions=max(still),
+        context_change=max(changes),
         right_by_offset={offset: _mean(parts) for offset, parts in right.items()},
         log_probability_by_shift={shift: _mean(parts) for shift, parts in shifts.items()},
         log_probability_by_stream={
@@ -147,36 +161,85 @@ def probe_alone(draft: DSparkDraft) -> list[Finding]:
     features = torch.randn(1, 12, width, generator=generator).to(weight)
     tokens = torch.arange(12, device=weight.device)[None] % config.vocab_size
     anchors = torch.tensor([[11]], device=weight.device)
-    straight = draft.forward_blocks(features, tokens, anchors)[0, 0]
-    turned = features.clone()
+    turned, other = features.clone(), torch.randn(features.shape, generator=generator).to(weight)
     turned[:, :11] = features[:, :11].flip(1)  # what the block sees
-    backwards = draft.forward_blocks(turned, tokens, anchors)[0, 0]
+
+    def block(seen: Tensor) -> Tensor:
+        return draft.forward_blocks(seen.clone(), tokens, anchors)[0, 0]
+
+    def measured() -> tuple[float, float]:
+        straight = block(features)
+        return _spread(straight[None]), _change(straight, block(turned))
+
+    spread, moved = measured()
+    with _Still(draft):
+        still_spread, still_moved = measured()
+    listens = _change(block(features), block(other)) >= _LISTENS
     found = []
-    masked = straight[1:]
-    if len(masked) > 1:
-        spread = float((masked - masked[:1]).abs().max() / masked.abs().max())
-        if spread < _MIN_SPREAD:
-            found.append(_all_alike(spread))
-    moved = float((straight - backwards).abs().max() / straight.abs().max())
-    if moved < _MIN_SPREAD:
+    if _is_noise(spread, still_spread):
+        found.append(_all_alike(spread, listens))
+    if _is_noise(moved, still_moved):
         found.append(
             Finding(
                 check="probe-order",
-                level="error",
+                level="error" if listens else "warning",
                 value=f"the context backwards changes the block by {moved:.1e} of its size",
-                consequence="the draft does not know which word came when",
+                consequence="the draft does not know which word came when"
+                if listens
+                else _TOO_SMALL,
                 remedy="Train a draft whose keys know their positions.",
             )
         )
     return found
 
 
-def _all_alike(spread: float) -> Finding:
+_TOO_SMALL = "nothing moves a block of weights so small: untrained, it accepts next to nothing"
+
+
+def _is_noise(size: float, still: float) -> bool:
+    """Whether a difference is no more than a draft without positions has, `still`, by rounding or
+    by its mask."""
+    return size < _MIN_SPREAD and size <= 10 * max(still, _RESOLUTION)
+
+
+def _spread(hidden: Tensor) -> float:
+    """How far the masked slots of blocks [A, K, H] are from each other, of their size; 1 where
+    there are not two of them."""
+    if hidden.shape[1] < 3:
+        return 1.0
+    masked = hidden[:, 1:]
+    return float((masked - masked[:, :1]).abs().max() / masked.abs().max().clamp(min=1e-30))
+
+
+def _change(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
+
+
+class _Still:
+    """All positions the same while a block is computed."""
+
+    def __init__(self, draft: DSparkDraft) -> None:
+        self._draft = draft
+
+    def __enter__(self) -> None:
+        original = type(self._draft).rotary.__get__(self._draft)
+
+        def still(positions: Tensor) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = original(torch.zeros_like(positions))
+            return found
+
+        self._draft.rotary = still  # type: ignore[method-assign]
+
+    def __exit__(self, *_error: object) -> None:
+        vars(self._draft).pop("rotary", None)
+
+
+def _all_alike(spread: float, listens: bool) -> Finding:
     return Finding(
         check="probe-slots",
-        level="error",
+        level="error" if listens else "warning",
         value=f"masked slots differ by {spread:.1e} of their size",
-        consequence="the block drafts one word again and again",
+        consequence="the block drafts one word again and again" if listens else _TOO_SMALL,
         remedy="Train a draft whose slots know their positions.",
     )
 
@@ -204,19 +267,20 @@ class _Blocks:
     draft: DSparkDraft
     logits: Tensor
     spread: float
+    hidden: Tensor
+    """Of all slots, [A, K or K + 1, H]."""
 
     @classmethod
     def of(cls, draft: DSparkDraft, features: Tensor, tokens: Tensor, anchors: Tensor) -> "_Blocks":
         hidden = draft.forward_blocks(features[None], tokens[None], anchors[None])[0]
-        spread = 1.0
-        if hidden.shape[1] > 2:
-            masked = hidden[:, 1:]
-            spread = float((masked - masked[:, :1]).abs().max() / masked.abs().max())
+        whole, spread = hidden, _spread(hidden)
         if not draft.config.sample_from_anchor:
             hidden = hidden[:, 1:]
         offsets = torch.arange(hidden.shape[1], device=tokens.device)
         previous = tokens[anchors[:, None] + offsets]
-        return cls(draft=draft, logits=draft.logits(previous, hidden).float(), spread=spread)
+        return cls(
+            draft=draft, logits=draft.logits(previous, hidden).float(), spread=spread, hidden=whole
+        )
 
     def log_probabilities(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """Of the target's words at each slot, [A, K]; of those that the draft cannot say, -30."""
@@ -250,8 +314,8 @@ def _mean(parts: Sequence[Tensor]) -> float:
 
 def _findings(draft: DSparkDraft, result: ProbeResult) -> list[Finding]:
     found = []
-    if result.slot_spread < _MIN_SPREAD:
-        found.append(_all_alike(result.slot_spread))
+    if _is_noise(result.slot_spread, result.slot_spread_without_positions):
+        found.append(_all_alike(result.slot_spread, result.context_change >= _LISTENS))
     right = result.right_by_offset
     best = max(right, key=lambda offset: right[offset])
     if best != 0 and right[best] > 1.5 * right[0] + 0.02:
