@@ -337,10 +337,11 @@ def test_memory_of_the_k3_draft_by_hand() -> None:
     assert memory(asked, config)["logits"] == 0
     windowed = replace(preset("k3-gqa"), sliding_window=2048)
     assert memory(made, windowed)["cache"] == 8 * 5 * 2 * 16 * 64 * 2048
-    # A CPU computes in four bytes, in cache and logits too.
+    # A CPU computes in four bytes.
     there = planned("k3-mla", "cpu", is_k3=False, context=4_096)
     assert memory(there, config)["cache"] == 2 * 5 * 576 * 4_096 * 4
-    assert memory(there, config)["logits"] == 2 * 7 * 163_840 * 4
+    # Its drafts are greedy, and no logits of theirs are kept.
+    assert memory(there, config)["logits"] == 0
 
 
 def test_small_figures_are_in_megabytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,7 +209,12 @@ def _speculative(made: Plan, request: Request, config: DSparkConfig) -> None:
             tokens,
             f"{tokens}, the draft's block: more were never trained, and spoil all positions",
         )
-    if request.temperature > 0:
+    if request.hardware.family == "cpu":
+        made.reasons["draft_sample_method"] = (
+            "greedy: without a GPU vLLM's DSpark runs in Triton's interpreter, where probabilistic "
+            "drafting fails"
+        )
+    elif request.temperature > 0:
         made.speculate(
             "draft_sample_method",
             "probabilistic",
