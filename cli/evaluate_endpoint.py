@@ -221,7 +221,10 @@ def _measure(
             )
     write_traces(choice.out / TRACES_FILE, traces)
     if account.first_prompt is not None:
-        described = {**described, "first_prompt_token_ids": account.first_prompt[:64]}
+        first = account.first_prompt
+        described = {**described, "first_prompt_token_ids": first[:64]}
+        if (text := servers[0].endpoint.text_of(first)) is not None:
+            described["first_prompt"] = text
     earlier, benched = beside
     rows += [row for row, _ in benched]
     notes = [*live_notes(account), *(note for _, note in benched)]
@@ -242,8 +245,11 @@ def _measure(
     joined = [*traces, *(t for t in earlier if (t.workload, t.prompt_id) in asked)]
     summary = summarise(joined, described, lossless, live)
     paths = write_reports(summary, choice.out)
-    (choice.out / PARTIAL_FILE).unlink(missing_ok=True)
     console.print(terminal_report(summary))
+    if account.failed:
+        console.print("the same command asks again for what failed")
+    else:
+        (choice.out / PARTIAL_FILE).unlink(missing_ok=True)
     return summary, paths.html
 
 
@@ -279,7 +285,7 @@ def _traces(
     settings: "LiveSettings",
 ) -> "tuple[list[Trace], Account]":
     """All traces, and what was counted beside them. A finished prompt is a line of the partial
-    file, so a run that is stopped goes on with the next."""
+    file, so a run that is stopped goes on with the next; one that failed is asked again."""
     from sparksmith.cli.evaluating import PARTIAL_FILE
     from sparksmith.cli.progress import progress
     from sparksmith.eval.live import measure, warm_up
@@ -288,17 +294,20 @@ def _traces(
     traces, account, done = _recover(path)
     asked = [prompt for _ in range(choice.repeats) for prompt in prompts]
     with (
-        progress("evaluate", total=len(asked), unit="prompts", done=done) as bar,
+        progress("evaluate", total=len(asked), unit="prompts", done=len(done)) as bar,
         path.open("a", encoding="utf-8") as file,
     ):
-        warm_up(servers, asked[done : done + 1], settings)
-        for number in range(done, len(asked)):
+        waiting = [number for number in range(len(asked)) if number not in done]
+        warm_up(servers, [asked[number] for number in waiting[:1]], settings)
+        for number in waiting:
             order = servers if number % 2 else servers[::-1]
             made, seen = measure(order, asked[number], settings)
-            line = {"traces": [asdict(trace) for trace in made], "account": asdict(seen)}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            if not seen.failed:
+                rows = [asdict(trace) for trace in made]
+                line = {"number": number, "traces": rows, "account": asdict(seen)}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             traces += made
             account.add(seen)
             tokens = sum(len(trace.token_ids) for trace in made)
@@ -306,8 +315,8 @@ def _traces(
     return traces, account
 
 
-def _recover(path: Path) -> "tuple[list[Trace], Account, int]":
-    """What an interrupted run measured; a line cut short is dropped."""
+def _recover(path: Path) -> "tuple[list[Trace], Account, set[int]]":
+    """What an interrupted run measured, and of which prompts; a line cut short is dropped."""
     from sparksmith.eval.live import Account
     from sparksmith.eval.trace import Trace
 
@@ -316,12 +325,13 @@ def _recover(path: Path) -> "tuple[list[Trace], Account, int]":
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    lines = whole.splitlines()
-    for line in lines:
+    done = set()
+    for line in whole.splitlines():
         values = json.loads(line)
+        done.add(values["number"])
         traces += [Trace(**row) for row in values["traces"]]
         account.add(Account.of(values["account"]))
-    return traces, account, len(lines)
+    return traces, account, done
 
 
 def _prompts_hash(prompts: "Sequence[EvalPrompt]") -> str:

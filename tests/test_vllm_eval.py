@@ -117,7 +117,7 @@ def test_a_live_report_agrees_with_the_one_in_process(
         "autoregressive": "vllm 0.32.0",
     }
     assert made["settings"]["chat_template_sha256"]
-    assert made["settings"]["first_prompt_token_ids"]
+    assert "say 0" in made["settings"]["first_prompt"]
 
 
 def test_the_counters_alone_give_the_same_acceptance(
@@ -186,7 +186,8 @@ def test_an_evaluation_that_was_stopped_goes_on(fast: str, prompts: Path, tmp_pa
             "repeated": 0,
             "cached_prompt_tokens": 0, "without_entropy": 0, "failed": [], "first_prompt": None,
         }  # fmt: skip
-        lines.append(json.dumps({"traces": [vars(trace)], "account": account}))
+        line = {"number": len(lines), "traces": [vars(trace)], "account": account}
+        lines.append(json.dumps(line))
     (out / "traces.partial.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])
     assert live(fast, prompts, out, "--limit", str(COUNT)) == 0
     again = report(out)
@@ -243,3 +244,23 @@ def test_results_of_vllms_own_benchmark_stand_beside(
     theirs = json.loads((tmp_path / "bench.json").read_text())
     (note,) = [note for note in made["notes"] if "vllm bench serve" in note]
     assert f"acceptance length {theirs['spec_decode_acceptance_length']:.2f}" in note
+
+
+def test_a_server_that_dies_and_comes_back(
+    target: Path, draft: Path, prompts: Path, fast: str, tmp_path: Path
+) -> None:
+    """What failed is said, and asked again; what was measured is not."""
+    assert live(fast, prompts, tmp_path / "undisturbed") == 0
+    with fault_proxy(fast, ["ok", "ok", "ok", "ok", *["refused"] * 12]) as (proxied, proxy):
+        assert live(proxied, prompts, tmp_path / "out") == 0
+        assert any("2 requests failed" in w for w in report(tmp_path / "out")["warnings"])
+        before = len(proxy.suffered)
+        assert live(proxied, prompts, tmp_path / "out") == 0
+        # One asks whether the server drafts, one warms it up, one is for the first prompt's text;
+        # each of the other two is followed by the pass for its entropies.
+        assert len(proxy.suffered) - before == 3 + 2 * 2
+    one, other = by_arm(tmp_path / "undisturbed"), by_arm(tmp_path / "out")
+    assert one.keys() == other.keys()
+    assert all(one[key].token_ids == other[key].token_ids for key in one)
+    assert not any("failed" in w for w in report(tmp_path / "out")["warnings"])
+    assert not (tmp_path / "out" / "traces.partial.jsonl").exists()

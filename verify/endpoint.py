@@ -251,6 +251,16 @@ class Endpoint:
                 return answer
         raise RequestError("refuses return_token_ids and what is left", self._retries.attempts)
 
+    def text_of(self, token_ids: Sequence[int]) -> str | None:
+        """vLLM's own text of tokens; None where the server has no /detokenize."""
+        body = {"model": self._model, "tokens": list(token_ids)}
+        try:
+            answer = self._client.post("/detokenize", json=body)
+            found = answer.json() if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
+            return None
+        return str(found["prompt"]) if isinstance(found, dict) and "prompt" in found else None
+
     def counters(self) -> Counters | None:
         """The server's counters; None where it has none (another engine, or no speculation)."""
         try:
