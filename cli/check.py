@@ -233,8 +233,8 @@ def _replay_engine(
     stored = read_parity(draft)
     check_fits(read_config(draft), stored)
     server = Endpoint(url, model=model)
-    facts = server.describe()
     try:
+        facts = server.describe()
         with progress(f"ask {facts.engine} at {facts.url}"):
             served = serve_parity(server, stored)
     except RequestError as error:

@@ -1,6 +1,7 @@
 """`sparksmith decode`: one answer on the terminal, and which of its tokens were drafted."""
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -189,11 +190,8 @@ def stream_live(
 
     out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     shown = marks or marks_for(out)
-    server, facts = open_endpoint(choice)
     sampling, max_new_tokens, seed = how
     settings = LiveSettings(sampling=sampling, max_new_tokens=max_new_tokens, seed=seed)
-    if shown is not Marks.NONE:
-        notes.print(f"{LEGENDS[shown]}; by pieces of {facts.engine} at {facts.url}")
 
     def show(text: str, tokens: int) -> None:
         if shown is Marks.NONE:
@@ -207,16 +205,20 @@ def stream_live(
             out.print(Text(text, style=style), end="", soft_wrap=True)
         out.file.flush()
 
-    start = time.perf_counter()
-    try:
-        result = live_result(server, prompt, settings, show)
-    except RequestError as error:
-        raise UserError("--endpoint", facts.url, f"fails: {error}", "Look at its log.") from None
-    except KeyboardInterrupt:
-        out.file.write("\n")
-        return INTERRUPTED
-    finally:
-        server.close()
+    with ExitStack() as stack:
+        server, facts = open_endpoint(choice, stack)
+        if shown is not Marks.NONE:
+            notes.print(f"{LEGENDS[shown]}; by pieces of {facts.engine} at {facts.url}")
+        start = time.perf_counter()
+        try:
+            result = live_result(server, prompt, settings, show)
+        except RequestError as error:
+            raise UserError(
+                "--endpoint", facts.url, f"fails: {error}", "Look at its log."
+            ) from None
+        except KeyboardInterrupt:
+            out.file.write("\n")
+            return INTERRUPTED
     out.file.write("\n")
     out.file.flush()
     notes.print(figures(result, time.perf_counter() - start), soft_wrap=True)

@@ -1,5 +1,6 @@
 """A running server as an option of several commands."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,9 +38,11 @@ class EndpointChoice:
     timeout: float = 600.0
 
 
-def open_endpoint(choice: EndpointChoice) -> "tuple[Endpoint, ServerFacts]":
-    """The server, asked what it is; UserError where it does not answer."""
+def open_endpoint(choice: EndpointChoice, stack: ExitStack) -> "tuple[Endpoint, ServerFacts]":
+    """The server, asked what it is, and closed with the stack; UserError where it does not
+    answer."""
     from sparksmith.verify.endpoint import Endpoint
 
     server = Endpoint(choice.url, model=choice.model, timeout=choice.timeout)
+    stack.callback(server.close)
     return server, server.describe()

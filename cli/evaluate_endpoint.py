@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,11 @@ def parse_users(text: str | None) -> tuple[int, ...]:
 
 def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
     """Everything after the options; 1 when the texts at temperature 0 differ."""
+    with ExitStack() as stack:
+        return _run(choice, prompts, stack)
+
+
+def _run(choice: LiveChoice, prompts: "list[EvalPrompt]", stack: ExitStack) -> int:
     from rich.console import Console
 
     from sparksmith.eval.bench_serve import read_bench
@@ -63,7 +69,7 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
     check_folder(choice.out, "eval")
     benched = [read_bench(path) for path in choice.bench]
     earlier = _earlier(choice.baseline_run)
-    first, facts = open_endpoint(choice.endpoint)
+    first, facts = open_endpoint(choice.endpoint, stack)
     vocabulary, identity = _target(choice)
     settings = LiveSettings(
         sampling=choice.sampling,
@@ -77,7 +83,7 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
     )
     servers = [_server("speculative", first, facts)]
     if choice.baseline is not None:
-        servers.append(_server("autoregressive", *open_endpoint(choice.baseline)))
+        servers.append(_server("autoregressive", *open_endpoint(choice.baseline, stack)))
     elif not speculates(first, prompts[0], settings):
         print("this server drafts nothing: its responses are the plain arm of a later run")
         servers = [_server("autoregressive", first, facts)]
@@ -115,8 +121,6 @@ def run(choice: LiveChoice, prompts: "list[EvalPrompt]") -> int:
         beside = (earlier, benched)
         summary, path = _measure(choice, servers, prompts, settings, described, beside, Console())
         record.finish("complete", title=summary["title"], report=path.name)
-    for server in servers:
-        server.endpoint.close()
     print(f"report: {path}")
     check = summary["losslessness"]
     return 1 if check and check["differences"] else 0

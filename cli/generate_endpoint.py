@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,18 @@ def run(
 ) -> int:
     """Everything after the options: all checks come before the first request. 1 if some requests
     were set aside."""
+    with ExitStack() as stack:
+        return _run(choice, source, asking, shards, tokenizer_of, stack)
+
+
+def _run(
+    choice: EndpointChoice,
+    source: PromptSource,
+    asking: Asking,
+    shards: "ShardChoice",
+    tokenizer_of: str | None,
+    stack: ExitStack,
+) -> int:
     from sparksmith.distill.ledger import Ledger
     from sparksmith.distill.prompt_sources import prompts_digest
     from sparksmith.distill.server_responses import ServerResponses, ServerSettings, turn_id
@@ -104,7 +117,7 @@ def run(
     check_folder(shards.folder, "generate")
     prompts = source.read(whole=True)
     tokenizer = _tokenizer(tokenizer_of)
-    endpoint, facts = open_endpoint(choice)
+    endpoint, facts = open_endpoint(choice, stack)
     record = RunRecord.open(
         shards.folder,
         "generate",
@@ -159,8 +172,6 @@ def run(
         except KeyboardInterrupt:
             _say(f"stopped with {len(writer.written)} answered; the same command goes on from here")
             raise
-        finally:
-            endpoint.close()
         _finish(record, shards.folder, outcome, ledger)
     return 1 if outcome.failed else 0
 

@@ -62,9 +62,20 @@ def read_generated(folder: Path) -> Generated:
         record={
             "responses": len(responses),
             "sha256": _together(sha256_of(path) for path in shard_paths(folder)),
+            "thinking": thinking_modes(settings.get("extra", {})),
         },
         target=record["inputs"]["target"],
     )
+
+
+def thinking_modes(extra: Mapping[str, Any]) -> list[str]:
+    """The mode that a server was asked to think in, as `generate --thinking` names it."""
+    asked = extra.get("chat_template_kwargs")
+    if not isinstance(asked, Mapping) or "thinking" not in asked:
+        return []
+    if not asked["thinking"]:
+        return ["off"]
+    return [str(asked.get("thinking_effort", "on"))]
 
 
 def check_answered_by(generated: Generated, opened: "OpenTarget | OpenEnds") -> None:

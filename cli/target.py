@@ -1,5 +1,6 @@
 """The target that a command was given: the embedded one, a folder, or a name on the Hub."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,6 +133,10 @@ def open_ends(choice: TargetChoice, *, taps: "Sequence[int]" = ()) -> OpenEnds:
         stream=choice.stream,
         device=choice.device,
         trust_remote_code=choice.trust_remote_code,
+    )
+    print(
+        f"read {ends.bytes_read / 1e6:,.1f} MB of {choice.name}: embedding, final norm and head",
+        file=sys.stderr,
     )
     record = _identify(choice.name, path, getattr(ends.config, "_commit_hash", None))
     record["dtype"] = str(ends.dtype).removeprefix("torch.")

@@ -135,6 +135,7 @@ def _write_manifests(
             target=target,
             stream=opened.target.stream,
             trained_length=longest,
+            thinking_modes=tuple(inputs.record.get("thinking", ())),
             figures=figures if name == BEST and reached else (),
         )
         if (out / name).is_dir():

@@ -14,6 +14,7 @@ from tiny_targets import save_tiny_target
 
 from sparksmith.cli.main import main
 from sparksmith.distill.feature_store import FeatureStore
+from sparksmith.draft.convert import PARITY_FILE
 from sparksmith.verify import loading
 from sparksmith.verify.serve_arguments import ServeArguments
 
@@ -68,13 +69,17 @@ def test_training_from_the_store_is_training_from_the_target(
     features: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     online = ["--target", str(target), "--responses", str(responses), "--taps", "0,1"]
     assert train(tmp_path / "online", *online) == 0
     # No target in memory: its layers cannot be loaded at all.
     monkeypatch.setattr(loading, "_model", None)
     stored = ["--target", str(target), "--features", str(features)]
+    capsys.readouterr()
     assert train(tmp_path / "stored", *stored) == 0
+    # Embedding, norm and head of 258 words and 32 numbers each, in four bytes.
+    assert "read 0.1 MB" in said(capsys)
     results = []
     for name in ("online", "stored"):
         results.append(load_file(tmp_path / name / "best" / "model.safetensors"))
@@ -90,7 +95,7 @@ def test_training_from_the_store_is_training_from_the_target(
     for name, tensor in ours.items():
         # The store has the shards' order, and regression sums in it.
         assert torch.allclose(tensor, theirs[name], atol=1e-5), name
-    assert not (tmp_path / "stored" / "best" / "parity.safetensors").exists()
+    assert not (tmp_path / "stored" / "best" / PARITY_FILE).exists()
 
 
 def test_the_features_know_their_target(

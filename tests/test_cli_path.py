@@ -365,3 +365,27 @@ def test_eval_refuses_a_draft_of_another_target(
     other = save_tiny_target(tmp_path / "other", hidden_size=48)
     assert evaluate(other, str(draft / "best"), tmp_path / "report", "--limit", "1") == 2
     assert "the target that this draft was trained for" in message(capsys).lower()
+
+
+@pytest.mark.parametrize(
+    ("extra", "modes"),
+    [
+        ({}, []),
+        ({"chat_template_kwargs": {"enable": 1}}, []),
+        ({"chat_template_kwargs": {"thinking": False}}, ["off"]),
+        ({"chat_template_kwargs": {"thinking": True}}, ["on"]),
+        ({"chat_template_kwargs": {"thinking": True, "thinking_effort": "high"}}, ["high"]),
+    ],
+)
+def test_the_manifest_knows_how_the_target_thought(
+    extra: dict[str, Any], modes: list[str], target: Path, responses: Path, tmp_path: Path
+) -> None:
+    """As `generate --endpoint --thinking` leaves it in run.json."""
+    copy = tmp_path / "responses"
+    shutil.copytree(responses, copy)
+    content = record(copy)
+    content["settings"]["extra"] = extra
+    (copy / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    assert train(target, copy, tmp_path / "draft") == 0
+    best = tmp_path / "draft" / "best"
+    assert list(read_manifest(best, load_draft(best).config, None).thinking_modes) == modes

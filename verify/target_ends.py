@@ -40,6 +40,8 @@ class TargetEnds:
     head_weight: Tensor
     norm_epsilon: float
     eos_token_ids: frozenset[int]
+    bytes_read: int = 0
+    """Of the target's weights; the layers' stay where they are."""
 
     @property
     def num_layers(self) -> int:
@@ -129,6 +131,7 @@ def load_target_ends(
         head_weight=embed if found.tied else found.head.to(device, torch_dtype),
         norm_epsilon=float(epsilon),
         eos_token_ids=_eos_token_ids(name, text),
+        bytes_read=found.bytes_read,
     )
     return ends, read_tokenizer(name, trust_remote_code)
 
