@@ -388,4 +388,5 @@ def test_the_manifest_knows_how_the_target_thought(
     (copy / "run.json").write_text(json.dumps(content), encoding="utf-8")
     assert train(target, copy, tmp_path / "draft") == 0
     best = tmp_path / "draft" / "best"
-    assert list(read_manifest(best, load_draft(best).config, None).thinking_modes) == modes
+    made = load_draft(best)
+    assert list(read_manifest(best, made.config, made.target_ids).thinking_modes) == modes
