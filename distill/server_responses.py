@@ -18,7 +18,7 @@ from sparksmith.distill.ledger import Ledger
 from sparksmith.distill.shards import ResponseRow, ShardWriter
 from sparksmith.draft.errors import UserError
 from sparksmith.draft.sampling import Sampling
-from sparksmith.verify.endpoint import Endpoint, RequestError, ServerAnswer
+from sparksmith.verify.endpoint import Endpoint, RequestError, ServerAnswer, sampling_options
 from sparksmith.verify.loading import render_prompt
 from sparksmith.verify.prompts import Prompt
 
@@ -213,19 +213,11 @@ class ServerResponses:
             self.outcome.failed[name] = reason
 
     def _options(self, name: str) -> dict[str, Any]:
-        sampling = self._settings.sampling
-        digest = hashlib.sha256(f"{self._settings.seed}:{name}".encode()).digest()
-        options: dict[str, Any] = {
-            "max_tokens": self._settings.max_new_tokens,
-            "temperature": sampling.temperature,
-            # Servers take 31 bits at least.
-            "seed": int.from_bytes(digest[:4]) >> 1,
-        }
-        if sampling.temperature > 0:
-            options["top_p"] = sampling.top_p
-            if sampling.top_k:
-                options["top_k"] = sampling.top_k
-        return {**options, **self._settings.extra}
+        settings = self._settings
+        digest = hashlib.sha256(f"{settings.seed}:{name}".encode()).digest()
+        seed = int.from_bytes(digest[:4])
+        options = sampling_options(settings.sampling, settings.max_new_tokens, seed)
+        return {**options, **settings.extra}
 
     def _row(
         self, prompt: Prompt, name: str, history: list[dict[str, Any]], answer: ServerAnswer

@@ -18,7 +18,13 @@ from sparksmith.draft.sampling import Sampling
 from sparksmith.eval.evaluation import TokenPrompt, prompt_seed
 from sparksmith.eval.prompt_sets import EvalPrompt
 from sparksmith.eval.trace import Trace
-from sparksmith.verify.endpoint import Counters, Endpoint, RequestError, ServerAnswer
+from sparksmith.verify.endpoint import (
+    Counters,
+    Endpoint,
+    RequestError,
+    ServerAnswer,
+    sampling_options,
+)
 from sparksmith.verify.entropy import entropy_bounds
 from sparksmith.verify.response import DecodeResult
 
@@ -38,7 +44,6 @@ class LiveSettings:
     seed: int = 0
     vocab_size: int | None = None
     """For the upper bound of entropies; None takes the largest in wide use."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
     described: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -97,9 +102,10 @@ class Account:
 
 
 def speculates(endpoint: Endpoint, prompt: EvalPrompt, settings: LiveSettings) -> bool:
-    """Whether a server drafts, by a short request: its own metrics, else its counters."""
+    """Whether a server drafts, by a short request: its own metrics, else its counters. UserError
+    where it does not answer."""
     before = endpoint.counters()
-    answer = _ask(endpoint, prompt, replace(settings, max_new_tokens=8))
+    answer = _must_answer(endpoint, prompt, replace(settings, max_new_tokens=8))
     if answer.steps is not None:
         return True
     after = _settled(endpoint)
@@ -112,12 +118,7 @@ def warm_up(
     """Short requests that are not measured. UserError where a server does not answer them."""
     for prompt in prompts:
         for server in servers:
-            try:
-                _ask(server.endpoint, prompt, replace(settings, max_new_tokens=16))
-            except RequestError as error:
-                raise UserError(
-                    "--endpoint", server.endpoint.url, f"fails: {error}", "Look at its log."
-                ) from None
+            _must_answer(server.endpoint, prompt, replace(settings, max_new_tokens=16))
 
 
 def measure(
@@ -139,23 +140,21 @@ def measure(
 
 
 def _options(prompt: EvalPrompt, settings: LiveSettings) -> dict[str, Any]:
-    sampling = settings.sampling
     named = TokenPrompt(prompt_id=prompt.prompt_id, workload=prompt.workload, token_ids=[])
-    options: dict[str, Any] = {
-        "max_tokens": settings.max_new_tokens,
-        "temperature": sampling.temperature,
-        "seed": prompt_seed(settings.seed, named) & 0x7FFFFFFF,
-    }
-    if sampling.temperature > 0:
-        options["top_p"] = sampling.top_p
-        if sampling.top_k:
-            options["top_k"] = sampling.top_k
-    return {**options, **settings.extra}
+    seed = prompt_seed(settings.seed, named)
+    return sampling_options(settings.sampling, settings.max_new_tokens, seed)
 
 
 def _ask(endpoint: Endpoint, prompt: EvalPrompt, settings: LiveSettings) -> ServerAnswer:
     messages = [dict(message) for message in prompt.messages]
     return endpoint.complete(messages, _options(prompt, settings), stream=True)
+
+
+def _must_answer(endpoint: Endpoint, prompt: EvalPrompt, settings: LiveSettings) -> ServerAnswer:
+    try:
+        return _ask(endpoint, prompt, settings)
+    except RequestError as error:
+        raise UserError("--endpoint", endpoint.url, f"fails: {error}", "Look at its log.") from None
 
 
 def _measured(
@@ -376,15 +375,16 @@ def lossless_live(
     equal, tokens = 0, 0
     parted: list[dict[str, Any]] = []
     for prompt in prompts:
-        one, other = (_ask(server, prompt, greedy) for server in (speculative, plain))
-        mine, theirs = one.token_ids or [], other.token_ids or []
+        one, other = (_must_answer(server, prompt, greedy) for server in (speculative, plain))
+        mine, theirs = (_compared(answer) for answer in (one, other))
         tokens += len(theirs)
         if mine == theirs:
             equal += 1
         else:
             pairs = zip(mine, theirs, strict=False)
             common = [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-            gap = _gap(plain, other.prompt_token_ids, [*common, *theirs[len(common) :][:1]])
+            told = other.prompt_token_ids if other.token_ids is not None else None
+            gap = _gap(plain, told, [*common, *theirs[len(common) :][:1]])
             parted.append(
                 {"prompt_id": prompt.prompt_id, "position": len(common), "relative_gap": gap}
             )
@@ -398,6 +398,13 @@ def lossless_live(
         "differences": len(parted) - ties,
         "parted": parted,
     }
+
+
+def _compared(answer: ServerAnswer) -> list[int]:
+    """Its token ids, or the characters of an answer that has none."""
+    if answer.token_ids is not None:
+        return answer.token_ids
+    return [ord(character) for character in answer.reasoning + answer.text]
 
 
 def _gap(
@@ -492,14 +499,9 @@ def _one_user(
 def check_speculation(
     servers: Sequence[Server], prompt: EvalPrompt, settings: LiveSettings
 ) -> None:
-    """UserError where a server drafts that should not, or does not that should."""
+    """UserError where a plain arm's server drafts."""
     for server in servers:
-        try:
-            drafts = speculates(server.endpoint, prompt, settings)
-        except RequestError as error:
-            raise UserError(
-                "--endpoint", server.endpoint.url, f"fails: {error}", "Look at its log."
-            ) from None
+        drafts = speculates(server.endpoint, prompt, settings)
         if server.arm == "autoregressive" and drafts:
             raise UserError(
                 "--baseline-endpoint",

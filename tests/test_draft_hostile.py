@@ -108,6 +108,7 @@ def test_flipped_bits_of_a_header_never_end_in_a_traceback(sound: Path, tmp_path
     data = (sound / "model.safetensors").read_bytes()
     rng = random.Random(0)
     length = struct.unpack("<Q", data[:8])[0]
+    refused = 0
     for number in range(150):
         damaged = bytearray(data)
         for _ in range(rng.choice([1, 1, 3])):
@@ -116,7 +117,9 @@ def test_flipped_bits_of_a_header_never_end_in_a_traceback(sound: Path, tmp_path
         try:
             load_draft(folder)
         except UserError:
-            continue
+            refused += 1
+    # A flip in a padding blank harms nothing; nearly all others do.
+    assert refused > 100
 
 
 def test_a_path_in_an_index_does_not_leave_the_folder(sound: Path, tmp_path: Path) -> None:

@@ -212,6 +212,12 @@ CONFIGS: list[tuple[str, str, dict[str, Any], Break]] = [
     ("reduced-vocabulary", "error", LATENT, put(draft_vocab_size=20)),
     ("reduced-vocabulary", "error", {}, put(draft_vocab_size=20)),
     ("dtypes", "warning", {}, put(quantization_config={"quant_method": "fp8"})),
+    (
+        "quantised-excludes",
+        "error",
+        LATENT,
+        put(quantization_config={"exclude_modules": ["layers.1.mlp*", "lm_head"]}),
+    ),
     ("manifest", "error", {}, put(mask_token_id=3)),
     ("manifest", "error", {}, put(sample_from_anchor=False)),
 ]

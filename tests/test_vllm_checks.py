@@ -468,6 +468,7 @@ UNSEEN = {
     "draft-backend": "a GPU's attention",
     "fp8-cache": "a GPU's attention",
     "manifest": "sparksmith's own file",
+    "quantised-excludes": "quantised kernels of GPUs",
     "vocabulary-map": "sparksmith's own record of the map",
     "yarn-length": "vLLM 0.33 lowers the target's length, 0.32 the draft's",
 }

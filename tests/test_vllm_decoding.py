@@ -135,10 +135,7 @@ def test_a_trained_draft_accepts_in_vllm_what_it_accepts_here(tmp_path: Path) ->
     command("train", *there, *cold, "--responses", responses, "--out", made, *shape)
     command("export", made / "last", served, *there)
     target, tokenizer = load_target(folder, dtype="float32", taps=(0, 2))
-    encoded = [
-        render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in prompts[:4]
-    ]
-    alike(folder, served, target, encoded)
+    alike(folder, served, target, encoded(tokenizer, prompts[:4]))
 
 
 @pytest.mark.embedded

@@ -4,6 +4,7 @@ The facts about vLLM are those of versions 0.32 and 0.33, read in their sources;
 a check is the story that `sparksmith check --explain ID` tells.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -869,6 +870,30 @@ def dtypes(subject: Subject) -> Iterator[Seen]:
             value=_list(sorted(floating)),
             consequence="some tensors are converted on load",
             remedy="Store all in one type.",
+        )
+
+
+@check("quantised-excludes", "error", "a quantised K3 draft names its exempt layers as vLLM does")
+def quantised_excludes(subject: Subject) -> Iterator[Seen]:
+    """vLLM numbers the layers of a K3 draft behind the target's: layer 0 is `layers.93`. A
+    ModelOpt checkpoint that exempts `layers.0...` by the draft's own number exempts nothing, and
+    the layer's weights are taken for quantised ones.
+    """
+    quantised = subject.values.get("quantization_config")
+    if not subject.latent or not isinstance(quantised, dict):
+        return
+    names = quantised.get("exclude_modules", quantised.get("ignore"))
+    depth, own = subject.number("num_hidden_layers"), []
+    for name in names if isinstance(names, list) else []:
+        found = re.search(r"\blayers\.(\d+)\b", str(name))
+        if found and depth is not None and int(found.group(1)) < depth:
+            own.append(str(name))
+    if own:
+        first = subject.target.num_layers if subject.target else 93
+        yield Seen(
+            value=_list(own),
+            consequence="vLLM exempts nothing, and reads these weights as quantised ones",
+            remedy=f"Number the draft's layers from {first} on.",
         )
 
 

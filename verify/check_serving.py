@@ -554,8 +554,9 @@ def refused_requests(subject: Subject) -> Iterator[Seen]:
     """
     if subject.serve is not None and subject.serve.speculative:
         yield Seen(
-            value="min_p, logit_bias",
-            consequence="requests that use them are refused",
+            value="min_p, logit_bias, images",
+            consequence="requests with the first two are refused; behind an image the draft sees "
+            "placeholder words alone, and fewer tokens are accepted",
             remedy="Tell the clients.",
         )
 

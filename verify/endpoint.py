@@ -19,11 +19,24 @@ from typing import Any
 import httpx
 
 from sparksmith.draft.errors import UserError
+from sparksmith.draft.sampling import Sampling
 
 KEY_VARIABLES = ("SPARKSMITH_API_KEY", "OPENAI_API_KEY")
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_WAIT = 300.0
 """Seconds that a server may ask for; more, and the request counts as failed."""
+
+
+def sampling_options(sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
+    """A request's fields for them; what is off is not sent, since some servers refuse top_k."""
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": sampling.temperature}
+    # Servers take 31 bits at least.
+    options["seed"] = seed & 0x7FFFFFFF
+    if sampling.temperature > 0:
+        options["top_p"] = sampling.top_p
+        if sampling.top_k:
+            options["top_k"] = sampling.top_k
+    return options
 
 
 class RequestError(Exception):
@@ -107,10 +120,9 @@ class ServerAnswer:
     steps: Steps | None = None
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Streaming: seconds since the request was sent, and tokens that had come by then."""
-    top_logprobs: list[list[float]] | None = None
-    """Of each token's position, the log-probabilities of its likeliest words, falling."""
     prompt_logprobs: list[list[float]] | None = None
-    """The same of each prompt token; the first has none."""
+    """Of each prompt token's place, the log-probabilities of its likeliest words, falling; the
+    first has none."""
     cached_prompt_tokens: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
     """vLLM's word on what it did with the request's states, such as where it wrote them."""
@@ -451,8 +463,6 @@ def _take(made: ServerAnswer, found: Mapping[str, Any]) -> None:
             made.prompt_token_ids = list(choice["prompt_token_ids"])
         if choice.get("prompt_logprobs") is not None:
             made.prompt_logprobs = [_likeliest(one) for one in choice["prompt_logprobs"]]
-        if choice.get("logprobs"):
-            made.top_logprobs = [*(made.top_logprobs or []), *_top_logprobs(choice["logprobs"])]
     if found.get("prompt_token_ids") is not None:
         made.prompt_token_ids = list(found["prompt_token_ids"])
     if found.get("kv_transfer_params") is not None:
@@ -478,16 +488,6 @@ def _likeliest(found: Mapping[str, Mapping[str, Any]] | None) -> list[float]:
         return []
     ranked = sorted((int(one["rank"]), float(one["logprob"])) for one in found.values())
     return [value for place, (rank, value) in enumerate(ranked, 1) if rank == place]
-
-
-def _top_logprobs(found: Mapping[str, Any]) -> list[list[float]]:
-    """Of the chat form ({content: [{top_logprobs: [{logprob}]}]}) and the completion's
-    ({top_logprobs: [{word: logprob}]})."""
-    if found.get("content") is not None:
-        rows = [[top["logprob"] for top in one["top_logprobs"]] for one in found["content"]]
-    else:
-        rows = [list((one or {}).values()) for one in found.get("top_logprobs") or ()]
-    return [sorted(row, reverse=True) for row in rows]
 
 
 def read_sglang(text: str) -> float | None:
